@@ -1,0 +1,431 @@
+"""Every argument of a training run, its parser, and the YAML file that may hold the same names.
+
+What a user types and sees:
+
+    python harness/run_clm.py --model_name_or_path gpt2 --train_file a.txt --output_dir out
+    python harness/run_clm.py --config run.yaml --learning-rate 1e-4       # flags win over the file
+    python harness/run_clm.py --learnig_rate 1e-4
+    error   --learnig_rate: unknown argument -> did you mean --learning_rate?
+
+Imports no torch: wrong input is reported in a second, before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+import yaml
+
+from harness import hf_names
+from harness.findings import Finding, UserError, has_errors, user_error
+
+# HfArgumentParser resolves annotations with typing.get_type_hints, and on Python 3.10 it knows Optional[...] best.
+
+
+def _field(default: Any, help_text: str, **metadata: Any) -> Any:
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={"help": help_text, **metadata})
+    return dataclasses.field(default=default, metadata={"help": help_text, **metadata})
+
+
+def _choice(default: str, choices: Sequence[str], help_text: str) -> Any:
+    return _field(default, help_text, choices=list(choices))
+
+
+@dataclasses.dataclass
+class ModelArguments:
+    """Which model, from where, in which precision and with which kernels."""
+
+    model_name_or_path: Optional[str] = _field(None, "Hub name or local folder of the model to train on.")
+    config_name: Optional[str] = _field(None, "Folder or JSON file with a model config: train from scratch.")
+    model_type: Optional[str] = _field(None, "Train from scratch with this architecture's default config (llama, gpt2, ...).")
+    config_overrides: Optional[str] = _field(
+        None, "Changes to the config when training from scratch: 'hidden_size=64,num_hidden_layers=2'."
+    )
+    tokenizer_name: Optional[str] = _field(None, "Tokenizer, if not the model's; 'bytes' is a built-in byte tokenizer.")
+    model_revision: str = _field("main", "Branch, tag or commit of the model on the hub.")
+    cache_dir: Optional[str] = _field(None, "Where models and tokenizers from the hub are kept.")
+    trust_remote_code: bool = _field(False, "Run model code that comes with the model. Only for sources you trust.")
+    attn_implementation: Optional[str] = _field(None, "sdpa, eager, flash_attention_2, flex_attention; default: the model's.")
+    torch_dtype: Optional[str] = _field(
+        None, "dtype in which weights are read: float32, bfloat16, float16, auto. Default: what the engine and precision need."
+    )
+    resize_embeddings: bool = _field(True, "Grow the embedding when the tokenizer has more tokens than the model.")
+    use_liger_kernel: Optional[bool] = _field(None, "Liger's fused layers; default: on CUDA where liger-kernel is installed.")
+    no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile and float8 together.")
+
+
+@dataclasses.dataclass
+class DataArguments:
+    """Which text, and how it becomes samples."""
+
+    dataset_name: Optional[str] = _field(None, "Dataset on the hub.")
+    dataset_config_name: Optional[str] = _field(None, "Configuration of that dataset.")
+    train_file: list[str] = _field([], "Training files (.txt .py .jsonl .json .csv .parquet), globs or folders.")
+    validation_file: list[str] = _field([], "Evaluation files, like train_file.")
+    validation_split_percentage: float = _field(5.0, "Percent of the training samples held out when there is no evaluation set.")
+    block_size: Optional[int] = _field(None, "Tokens per sample. Default: the model's limit, at most 4096.")
+    max_train_samples: Optional[int] = _field(None, "Use only the first N training samples.")
+    max_eval_samples: Optional[int] = _field(None, "Use only the first N evaluation samples.")
+    preprocessing_num_workers: Optional[int] = _field(None, "Processes for tokenising. Default: the cores of this machine.")
+    overwrite_cache: bool = _field(False, "Tokenise again even if a cached result exists.")
+    data_cache_dir: Optional[str] = _field(None, "Folder of tokenised data. Default: HF_DATASETS_CACHE/harness.")
+
+
+@dataclasses.dataclass
+class TrainArguments:
+    """The run: batch, optimizer, schedule, precision, engine, logging, saving. Names are TrainingArguments'."""
+
+    output_dir: Optional[str] = _field(None, "Where everything of this run is written.")
+    overwrite_output_dir: bool = _field(False, "Start anew in an output folder that holds another run (it is moved aside).")
+    do_train: Optional[bool] = _field(None, "Train. Default: yes.")
+    do_eval: Optional[bool] = _field(None, "Evaluate at the end. Default: yes where there is an evaluation set.")
+    seed: int = _field(42, "Seed of initialisation, dropout and, unless data_seed is given, of the data order.")
+    data_seed: Optional[int] = _field(None, "Seed of the data order.")
+    full_determinism: bool = _field(False, "Deterministic kernels everywhere: slower, repeatable to the bit.")
+
+    per_device_train_batch_size: int = _field(8, "Samples per micro-batch and process.")
+    per_device_eval_batch_size: int = _field(8, "Samples per evaluation batch and process.")
+    gradient_accumulation_steps: int = _field(1, "Micro-batches per optimizer step.")
+    target_batch_size: Optional[int] = _field(None, "Samples per optimizer step over all processes; sets the accumulation.")
+    num_train_epochs: float = _field(3.0, "Passes over the training data.")
+    max_steps: int = _field(-1, "Optimizer steps in total; overrides num_train_epochs.")
+
+    learning_rate: float = _field(5e-5, "Peak learning rate.")
+    weight_decay: float = _field(0.0, "Weight decay; norms and biases have none.")
+    adam_beta1: float = _field(0.9, "Adam's first beta.")
+    adam_beta2: float = _field(0.999, "Adam's second beta.")
+    adam_epsilon: float = _field(1e-8, "Adam's epsilon.")
+    max_grad_norm: float = _field(1.0, "Gradients are clipped to this norm; 0 turns clipping off.")
+    optim: str = _choice(
+        "adamw_torch_fused",
+        ["adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_8bit", "sgd", "adafactor"],
+        "Optimizer.",
+    )
+    lr_scheduler_type: str = _field("linear", "Schedule: linear, cosine, constant, constant_with_warmup, ... (transformers' names).")
+    lr_scheduler_kwargs: Optional[str] = _field(None, "JSON with more arguments of the schedule.")
+    warmup_steps: float = _field(0, "Steps of linear warm-up; below 1 a share of all steps.")
+    warmup_ratio: Optional[float] = _field(None, "Share of all steps for warm-up (older name of a warmup_steps below 1).")
+
+    precision: str = _choice(
+        "auto", ["auto", "bf16", "fp16", "fp32"], "auto: bf16 where the device has it, else fp16 on a GPU, else fp32."
+    )
+    bf16: Optional[bool] = _field(None, "Same as --precision bf16.")
+    fp16: Optional[bool] = _field(None, "Same as --precision fp16.")
+    tf32: Optional[bool] = _field(None, "Allow TF32 in fp32 matrix products.")
+    activation_checkpointing: str = _choice("none", ["none", "selective", "full"], "Recompute activations in backward.")
+    gradient_checkpointing: Optional[bool] = _field(None, "Same as --activation_checkpointing full.")
+    loss_chunk_size: int = _field(1024, "Tokens whose logits exist at once in the loss; 0: all at once.")
+    nan_policy: str = _choice("skip", ["skip", "stop"], "An update with a NaN or infinite gradient: skip it, or stop the run.")
+    max_nan_steps: int = _field(20, "With nan_policy skip: stop after this many such steps in a row.")
+
+    deepspeed: Optional[str] = _field(None, "DeepSpeed JSON: the engine is ZeRO.")
+    fsdp: Optional[str] = _field(
+        None, "full_shard, shard_grad_op or hybrid_shard, with 'offload' if wanted: the engine is FSDP2 without accelerate's YAML."
+    )
+    local_rank: int = _field(-1, "Set by the deepspeed launcher; the environment is what counts.")
+    use_cpu: bool = _field(False, "Do not use GPUs.")
+    ddp_timeout: int = _field(1800, "Seconds after which a collective that does not finish ends the job.")
+    ddp_find_unused_parameters: Optional[bool] = _field(None, "DDP: look for parameters that get no gradient.")
+    ddp_bucket_cap_mb: Optional[int] = _field(None, "DDP: size of a gradient bucket.")
+
+    logging_steps: float = _field(10, "Log every N steps; below 1 a share of all steps.")
+    logging_first_step: bool = _field(False, "Log the first step too.")
+    report_to: list[str] = _field(["none"], "tensorboard, wandb, mlflow, comet_ml, ... through accelerate's trackers; none.")
+    run_name: Optional[str] = _field(None, "Name of the run in the trackers.")
+    disable_tqdm: Optional[bool] = _field(None, "No progress bar. Default: a bar only on a terminal.")
+    debug: bool = _field(False, "Show tracebacks for wrong input too, and log at debug level.")
+
+    eval_strategy: str = _choice("no", ["no", "steps", "epoch"], "When to evaluate during training.")
+    eval_steps: Optional[float] = _field(None, "With eval_strategy steps; below 1 a share of all steps. Default: logging_steps.")
+    eval_on_start: bool = _field(False, "Evaluate once before the first step.")
+    save_strategy: str = _choice("steps", ["no", "steps", "epoch"], "When to save checkpoints.")
+    save_steps: float = _field(500, "With save_strategy steps; below 1 a share of all steps.")
+    save_total_limit: Optional[int] = _field(None, "Keep at most N checkpoints.")
+    save_final: bool = _field(True, "Write final/ (safetensors and tokenizer) at the end.")
+    resume_from_checkpoint: Optional[str] = _field(None, "auto, latest, or a checkpoint folder.")
+    load_best_model_at_end: bool = _field(False, "final/ holds the checkpoint with the best metric.")
+    metric_for_best_model: str = _field("eval_loss", "Which metric decides: eval_loss or eval_perplexity.")
+    greater_is_better: Optional[bool] = _field(None, "Direction of the metric. Default: smaller, unless the name says otherwise.")
+
+
+@dataclasses.dataclass
+class LoraArguments:
+    """LoRA adapters; none unless lora_r is given."""
+
+    lora_r: Optional[int] = _field(None, "r of the adapters; turns LoRA on.")
+
+
+@dataclasses.dataclass
+class Arguments:
+    """All arguments of a run.
+
+    Attributes:
+        typed: names the user gave, on the command line or in the YAML file (a default is not "typed").
+        notes: what the parser has to say: renamed flags, names without effect.
+    """
+
+    model: ModelArguments = dataclasses.field(default_factory=ModelArguments)
+    data: DataArguments = dataclasses.field(default_factory=DataArguments)
+    train: TrainArguments = dataclasses.field(default_factory=TrainArguments)
+    lora: LoraArguments = dataclasses.field(default_factory=LoraArguments)
+    typed: frozenset[str] = frozenset()
+    notes: tuple[Finding, ...] = ()
+
+    def groups(self) -> tuple[Any, ...]:
+        return (self.model, self.data, self.train, self.lora)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every resolved argument by name."""
+        flat: dict[str, Any] = {}
+        for group in self.groups():
+            flat.update(dataclasses.asdict(group))
+        return flat
+
+    def non_defaults(self) -> dict[str, Any]:
+        """The arguments that differ from their defaults."""
+        default = Arguments().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
+
+
+GROUPS: tuple[type, ...] = (ModelArguments, DataArguments, TrainArguments, LoraArguments)
+
+
+def argument_names() -> list[str]:
+    """All names that run_clm.py takes."""
+    return [field.name for group in GROUPS for field in dataclasses.fields(group)]
+
+
+class _Parser:
+    """HfArgumentParser with our rules: no abbreviations, errors raised instead of printed."""
+
+    def __init__(self) -> None:
+        from transformers.hf_argparser import HfArgumentParser, string_to_bool
+
+        class Raising(HfArgumentParser):
+            def error(self, message: str) -> Any:  # type: ignore[override]
+                key, _, rest = message.removeprefix("argument ").partition(": ")
+                raise user_error(key.split("/")[0], rest or message, "see --help")
+
+        self.inner = Raising(GROUPS, allow_abbrev=False, prog="run_clm.py")
+        for action in self.inner._actions:
+            if action.type is string_to_bool and action.nargs is None:  # Optional[bool]: bare means True, as for bool
+                action.nargs, action.const = "?", True
+        self.inner.add_argument("--config", default=None, help="YAML file with the same names; flags win over it.")
+
+    def parse(self, tokens: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
+        namespace, unknown = self.inner.parse_known_args(list(tokens))
+        if unknown:
+            raise UserError(_unknown_argument(token) for token in _flags_of(unknown))
+        return namespace, self._typed(tokens)
+
+    def _typed(self, tokens: Sequence[str]) -> set[str]:
+        known = {option: action.dest for action in self.inner._actions for option in action.option_strings}
+        return {known[flag] for flag in (token.split("=", 1)[0] for token in tokens) if flag in known}
+
+
+def _flags_of(unknown: Sequence[str]) -> list[str]:
+    flags = [token.split("=", 1)[0] for token in unknown if token.startswith("-")]
+    return flags or list(unknown)
+
+
+def _unknown_argument(token: str) -> Finding:
+    name = token.lstrip("-").replace("-", "_")
+    if not token.startswith("-"):
+        return Finding("error", token, "a value without a flag before it", "put a --flag before it, or quote values with blanks")
+    close = difflib.get_close_matches(name, argument_names(), n=1, cutoff=0.6)
+    fix = f"did you mean --{close[0]}?" if close else "see --help for all names"
+    return Finding("error", token, "unknown argument", fix)
+
+
+def read_yaml(path: str | Path, key: str = "--config") -> dict[str, Any]:
+    """A YAML mapping, safely loaded.
+
+    Raises:
+        UserError: not there, not readable, not YAML, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise user_error(key, f"cannot read {path}: {error.strerror}", "give the path of an existing YAML file") from None
+    except UnicodeDecodeError as error:
+        raise user_error(key, f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise user_error(key, f"{path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise user_error(key, f"{path} holds a {type(values).__name__}, not names with values", "write lines like 'learning_rate: 1e-4'")
+    return {str(name): value for name, value in values.items()}
+
+
+def tokens_of(values: Mapping[str, Any]) -> list[str]:
+    """A mapping as command-line tokens, so that a file's values go through the same conversions as flags do."""
+    tokens: list[str] = []
+    for name, value in values.items():
+        flag = "--" + name.replace("-", "_")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            tokens.append(f"{flag}={value}")
+        elif isinstance(value, (list, tuple)):
+            tokens += [flag, *(str(item) for item in value)] if value else []
+        elif isinstance(value, dict):
+            tokens.append(f"{flag}={json.dumps(value)}")
+        else:
+            tokens.append(f"{flag}={value}")
+    return tokens
+
+
+def parse_args(argv: Sequence[str]) -> Arguments:
+    """Parses a command line (without the program's name) into `Arguments`.
+
+    Raises:
+        UserError: every unknown name, wrong value and contradiction found, together.
+    """
+    tokens, config_path = _split_config(argv)
+    from_file: dict[str, Any] = read_yaml(config_path) if config_path else {}
+    findings: list[Finding] = []
+    translated, notes = hf_names.translate(tokens_of(from_file) + tokens, argument_names())
+    findings += notes
+    if has_errors(findings):
+        # Report the flags nobody knows together with the refused ones.
+        try:
+            _Parser().parse(translated)
+        except UserError as error:
+            findings += error.findings
+        raise UserError(finding for finding in findings if finding.severity == "error")
+    namespace, typed = _Parser().parse(translated)
+    parsed = vars(namespace)
+    groups = [
+        group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS
+    ]
+    args = Arguments(*groups, typed=frozenset(typed), notes=tuple(findings))
+    return resolve(args)
+
+
+def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    tokens, path = [], None
+    items = iter(argv)
+    for token in items:
+        if token == "--config":
+            path = next(items, None)
+            if path is None or path.startswith("--"):
+                raise user_error("--config", "needs the path of a YAML file")
+        elif token.startswith("--config="):
+            path = token.split("=", 1)[1]
+        else:
+            tokens.append(token)
+    return tokens, path
+
+
+def from_config(config: Mapping[str, Any]) -> Arguments:
+    """`Arguments` from a dictionary of the same names, for one's own scripts."""
+    return parse_args(tokens_of(config))
+
+
+def resolve(args: Arguments) -> Arguments:
+    """Aliases become the one value that is used; contradictions and impossible values are errors, all at once.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    train, data, model = args.train, args.data, args.model
+    problems: list[Finding] = []
+
+    def bad(key: str, message: str, fix: str = "") -> None:
+        problems.append(Finding("error", "--" + key, message, fix))
+
+    asked = {name for name, on in (("bf16", train.bf16), ("fp16", train.fp16)) if on}
+    if "precision" in args.typed and train.precision != "auto":
+        asked.add(train.precision)
+    if len(asked) > 1:
+        bad("precision", f"{' and '.join(sorted(asked))} were both asked for", "keep one of --precision, --bf16, --fp16")
+    elif asked:
+        train.precision = asked.pop()
+    if train.gradient_checkpointing:
+        if "activation_checkpointing" in args.typed and train.activation_checkpointing != "full":
+            bad("gradient_checkpointing", f"means full, but --activation_checkpointing is {train.activation_checkpointing}", "keep one")
+        train.activation_checkpointing = "full"
+    elif train.gradient_checkpointing is False and "activation_checkpointing" in args.typed and train.activation_checkpointing == "full":
+        bad("gradient_checkpointing", "is off, but --activation_checkpointing is full", "keep one")
+
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(train, name) < 1:
+            bad(name, f"must be at least 1, not {getattr(train, name)}")
+    if train.target_batch_size is not None:
+        if train.target_batch_size < 1:
+            bad("target_batch_size", f"must be at least 1, not {train.target_batch_size}")
+        if "gradient_accumulation_steps" in args.typed:
+            bad("target_batch_size", "sets the accumulation, and --gradient_accumulation_steps was given too", "keep one of the two")
+    for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "adam_epsilon"):
+        if not getattr(train, name) >= 0:
+            bad(name, f"must not be negative, but is {getattr(train, name)}")
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(train, name) < 1:
+            bad(name, f"must be at least 0 and below 1, not {getattr(train, name)}")
+    if train.warmup_ratio is not None:
+        if not 0 <= train.warmup_ratio <= 1:
+            bad("warmup_ratio", f"must be between 0 and 1, not {train.warmup_ratio}")
+        elif "warmup_steps" in args.typed and train.warmup_steps:
+            bad("warmup_ratio", "and --warmup_steps were both given", "keep one of the two")
+    if train.max_steps == 0 or train.max_steps < -1:
+        bad("max_steps", f"must be positive, or -1 for whole epochs, not {train.max_steps}")
+    if train.max_steps < 0 and not train.num_train_epochs > 0:
+        bad("num_train_epochs", f"must be positive, not {train.num_train_epochs}")
+    for name in ("logging_steps", "save_steps"):
+        if not getattr(train, name) > 0:
+            bad(name, f"must be positive, not {getattr(train, name)}")
+    if train.eval_steps is not None and not train.eval_steps > 0:
+        bad("eval_steps", f"must be positive, not {train.eval_steps}")
+    if train.save_total_limit is not None and train.save_total_limit < 1:
+        bad("save_total_limit", f"must be at least 1, not {train.save_total_limit}")
+    if train.loss_chunk_size < 0:
+        bad("loss_chunk_size", f"must not be negative, but is {train.loss_chunk_size}")
+    if not train.output_dir:
+        bad("output_dir", "is missing", "say where the run is written: --output_dir out")
+    if not (model.model_name_or_path or model.config_name or model.model_type):
+        bad("model_name_or_path", "no model was given", "give --model_name_or_path, or --config_name / --model_type to train from scratch")
+    if model.model_name_or_path and (model.config_name or model.model_type):
+        other = "config_name" if model.config_name else "model_type"
+        bad(other, f"trains from scratch, but --model_name_or_path {model.model_name_or_path} was given too", "keep one")
+    if model.config_overrides and model.model_name_or_path:
+        bad("config_overrides", "is for training from scratch", "use it with --config_name or --model_type")
+    if data.block_size is not None and data.block_size < 2:
+        bad("block_size", f"must be at least 2, not {data.block_size}")
+    if not 0 <= data.validation_split_percentage < 100:
+        bad("validation_split_percentage", f"must be at least 0 and below 100, not {data.validation_split_percentage}")
+    if train.deepspeed and train.fsdp:
+        bad("deepspeed", "and --fsdp were both given", "keep one engine")
+    if train.load_best_model_at_end:
+        if train.eval_strategy == "no":
+            bad("load_best_model_at_end", "needs evaluations during training", "add --eval_strategy steps")
+        if train.save_strategy == "no":
+            bad("load_best_model_at_end", "needs checkpoints", "remove --save_strategy no")
+    for name in ("lr_scheduler_kwargs",):
+        text = getattr(train, name)
+        if text:
+            try:
+                if not isinstance(json.loads(text), dict):
+                    bad(name, f"must be a JSON object, not {text}")
+            except json.JSONDecodeError as error:
+                bad(name, f"is not JSON: {error.msg} at character {error.pos}", "quote it: '{\"num_cycles\": 2}'")
+    if problems:
+        raise UserError(problems)
+    return args
+
+
+def world_size_from_environment() -> int:
+    """Number of processes of this launch, from what torchrun, deepspeed and accelerate set."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
