@@ -1,0 +1,307 @@
+"""The log format: strict JSON lines, the console line, resumed runs, and that logging never ends a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from harness.metrics import (
+    MetricsLog,
+    StepMetrics,
+    format_console,
+    from_json_line,
+    parse_console,
+    read_metrics,
+    summarize,
+    to_json_line,
+)
+
+
+def make_log(folder: Any, **options: Any) -> tuple[MetricsLog, list[str]]:
+    lines: list[str] = []
+    return MetricsLog(folder, write_line=lines.append, progress_bar=False, **options), lines
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_json_line_is_strict_and_reads_back() -> None:
+    row = {"kind": "train", "step": 3, "loss": math.nan, "grad_norm": math.inf, "low": -math.inf, "lr": 2.0000000000000003e-06}
+    line = to_json_line(row)
+    assert strict(line) == {
+        "kind": "train",
+        "step": 3,
+        "loss": None,
+        "grad_norm": None,
+        "low": None,
+        "lr": 2.0000000000000003e-06,
+        "nonfinite": {"loss": "nan", "grad_norm": "inf", "low": "-inf"},
+    }
+    back = from_json_line(line)
+    assert math.isnan(back.pop("loss"))
+    assert back == {"kind": "train", "step": 3, "grad_norm": math.inf, "low": -math.inf, "lr": 2.0000000000000003e-06}
+
+
+def test_nonfinite_inside_lists_stays_strict() -> None:
+    assert strict(to_json_line({"peaks": [1.5, math.nan], "by_rank": {0: math.inf}})) == {"peaks": [1.5, "nan"], "by_rank": {"0": "inf"}}
+
+
+def test_tensors_and_numpy_scalars_become_numbers() -> None:
+    numpy = pytest.importorskip("numpy")
+
+    class ZeroDimTensor:
+        def item(self) -> float:
+            return 0.5
+
+    assert strict(to_json_line({"a": ZeroDimTensor(), "b": numpy.float32(0.25), "c": numpy.int64(7)})) == {"a": 0.5, "b": 0.25, "c": 7}
+
+
+def test_console_line_of_a_step() -> None:
+    row = StepMetrics(
+        step=10,
+        max_steps=100,
+        epoch=0.1,
+        loss=2.5,
+        grad_norm=0.75,
+        learning_rate=2.0000000000000003e-06,
+        num_input_tokens=81920,
+        num_label_tokens=80000,
+        tokens_per_second_per_gpu=8371.25,
+        mfu=0.4125,
+        step_time_s=2.446,
+        peak_memory_gib=34.1,
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        extra={"loss_is": "mean"},
+    )
+    line = format_console(row)
+    assert line == (
+        "train | step: 10/100 | epoch: 0.1 | loss: 2.5 | grad_norm: 0.75 | lr: 2e-06 | tokens: 81920 | label_tokens: 80000 | "
+        "tok/s/gpu: 8371.25 | mfu: 41.25% | s/step: 2.446 | peak_gib: 34.1 | micro_batch: 4 | accumulation: 2 | loss_is: mean"
+    )
+    assert parse_console(line) == {"kind": "train", **row.to_row(), "learning_rate": 2e-06}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rung": {"micro_batch_size": 4, "param_offload": "none"}, "seconds": 1.2},
+        {"reason": "a | b: c"},
+        {"reason": "12"},
+        {"reason": "nan"},
+        {"reason": ""},
+        {"reason": " padded "},
+        {"reason": "two\nlines"},
+        {"reason": "true"},
+        {"reason": "Grüße, 世界"},
+        {"ok": True, "ranks": [0, 3]},
+        {"limit_gib": math.inf},
+        {"count": 0, "share": 0.0},
+    ],
+)
+def test_events_round_trip_through_the_console(fields: dict[str, Any]) -> None:
+    line = format_console({"event": "step_down", "step": 12, **fields}, "event")
+    assert "\n" not in line
+    prefixed = f"2031-02-03 04:05:06,007 INFO [rank 0] {line}"
+    assert parse_console(prefixed) == {"kind": "event", "event": "step_down", "step": 12, **fields}
+
+
+def test_console_shows_nan() -> None:
+    row = parse_console(format_console({"step": 1, "loss": math.nan, "grad_norm": math.inf}))
+    assert row is not None and math.isnan(row["loss"]) and row["grad_norm"] == math.inf
+
+
+@pytest.mark.parametrize(
+    "line", ["", "train", "step: 3 | loss: 2", "an event happened", "{'loss': 2.5}", "Epoch 1 | loss 3", "train | what"]
+)
+def test_other_lines_are_not_ours(line: str) -> None:
+    assert parse_console(line) is None
+
+
+def test_extra_may_not_shadow_a_field() -> None:
+    with pytest.raises(ValueError, match="extra must not repeat loss"):
+        StepMetrics(step=1, extra={"loss": 2.0}).to_row()
+
+
+def test_file_and_console_get_every_row(tmp_path: Any) -> None:
+    log, lines = make_log(tmp_path / "out", max_steps=20)
+    log.event("start", num_processes=2)
+    log.log(StepMetrics(step=1, loss=3.0))
+    log.log({"step": 1, "eval_loss": 2.5}, kind="eval")
+    log.log({"gpu": 0, "utilization": 97}, kind="gpu")
+    rows = [strict(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]  # before close: each line is flushed
+    for row in rows:
+        assert isinstance(row.pop("time_s"), float)
+    assert rows == [
+        {"kind": "event", "event": "start", "num_processes": 2},
+        {"kind": "train", "step": 1, "loss": 3.0, "max_steps": 20},
+        {"kind": "eval", "step": 1, "eval_loss": 2.5},
+        {"kind": "gpu", "gpu": 0, "utilization": 97},
+    ]
+    assert lines == ["event: start | num_processes: 2", "train | step: 1/20 | loss: 3", "eval | step: 1 | eval_loss: 2.5"]
+    log.close()
+    log.log({"step": 2})  # after close: ignored, not an error
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_other_processes_write_nothing(tmp_path: Any, capsys: Any) -> None:
+    log = MetricsLog(tmp_path / "out", enabled=False)
+    log.log(StepMetrics(step=1, loss=3.0))
+    log.event("start")
+    log.progress(1)
+    log.close("finished")
+    assert not (tmp_path / "out").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_default_console_is_standard_output(capsys: Any) -> None:
+    log = MetricsLog(None)
+    log.log(StepMetrics(step=1, loss=3.0))
+    assert capsys.readouterr().out == "train | step: 1 | loss: 3\n"
+
+
+def test_unknown_kind_is_refused() -> None:
+    log, _ = make_log(None)
+    with pytest.raises(ValueError, match="kind must be one of train, eval"):
+        log.log({"step": 1}, kind="training")  # type: ignore[arg-type]
+
+
+def test_resume_appends_and_the_reader_drops_what_was_computed_again(tmp_path: Any) -> None:
+    first, _ = make_log(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.log(StepMetrics(step=step, loss=10.0 + step))
+    first.log({"step": 4, "eval_loss": 9.0}, kind="eval")
+    first.event("oom", step=5)
+    second, _ = make_log(tmp_path)
+    second.event("resume", step=2)
+    second.log(StepMetrics(step=3, loss=23.0))
+    read = read_metrics(tmp_path)
+    assert [(row["step"], row["loss"]) for row in read.of_kind("train")] == [(1, 11.0), (2, 12.0), (3, 23.0)]
+    assert read.of_kind("eval") == []
+    assert [row["event"] for row in read.of_kind("event")] == ["oom", "resume"]
+    assert read.num_superseded == 3
+    kept = read_metrics(tmp_path, keep_superseded=True).of_kind("train")
+    assert [(row["step"], row.get("superseded", False)) for row in kept] == [(1, False), (2, False), (3, True), (4, True), (3, False)]
+
+
+def test_a_step_logged_again_without_an_event_counts_once(tmp_path: Any) -> None:
+    log, _ = make_log(tmp_path)
+    for step, loss in ((10, 1.0), (20, 2.0), (30, 3.0), (20, 4.0), (30, 5.0)):
+        log.log(StepMetrics(step=step, loss=loss))
+    assert [(row["step"], row["loss"]) for row in read_metrics(tmp_path).rows] == [(10, 1.0), (20, 4.0), (30, 5.0)]
+
+
+def test_torn_line_of_a_killed_run(tmp_path: Any) -> None:
+    log, _ = make_log(tmp_path)
+    log.log(StepMetrics(step=1, loss=1.0))
+    log.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 2, "lo')
+    again, _ = make_log(tmp_path)
+    again.log(StepMetrics(step=2, loss=2.0))
+    read = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in read.rows] == [(1, 1.0), (2, 2.0)]
+    assert read.num_bad_lines == 1
+
+
+def test_line_separators_inside_texts_do_not_cut_lines(tmp_path: Any) -> None:
+    log, lines = make_log(tmp_path)
+    log.event("note", text="a\u2028b\x85c")
+    assert read_metrics(tmp_path).rows[0]["text"] == "a\u2028b\x85c"
+    assert len(lines[0].splitlines()) == 1
+
+
+class ListTracker:
+    def __init__(self, fail: bool = False) -> None:
+        self.rows: list[tuple[dict[str, Any], int | None]] = []
+        self.fail = fail
+        self.finished = False
+
+    def log(self, values: dict[str, Any], step: int | None) -> None:
+        if self.fail:
+            raise ConnectionError("no network")
+        self.rows.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_trackers_get_numbers_and_a_failing_one_does_not_end_the_run(capsys: Any) -> None:
+    good, bad = ListTracker(), ListTracker(fail=True)
+    log, _ = make_log(None, trackers=[bad, good])
+    log.log(StepMetrics(step=1, loss=3.0, extra={"note": "x", "on": True}))
+    log.log(StepMetrics(step=2, loss=2.0))
+    log.log({"step": 2, "eval_loss": 2.5}, kind="eval")
+    log.event("oom", step=2)
+    log.close()
+    assert good.rows == [({"train/loss": 3.0}, 1), ({"train/loss": 2.0}, 2), ({"eval/loss": 2.5}, 2)]
+    assert good.finished and not bad.finished
+    assert capsys.readouterr().err == "WARNING metrics: ListTracker failed and is off from now on: no network\n"
+
+
+def test_full_disk_does_not_end_the_run(tmp_path: Any, capsys: Any) -> None:
+    log, lines = make_log(tmp_path)
+
+    class FullDisk:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    log._file.close()
+    log._file = FullDisk()
+    log.log(StepMetrics(step=1, loss=3.0))
+    log.log(StepMetrics(step=2, loss=3.0))
+    log.close()
+    assert log.num_lost_rows == 2
+    assert lines == ["train | step: 1 | loss: 3", "train | step: 2 | loss: 3"]
+    assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_summary_of_all_lives(tmp_path: Any) -> None:
+    first, _ = make_log(tmp_path)
+    first.log(StepMetrics(step=1, loss=4.0, tokens_per_second_per_gpu=10.0, peak_memory_gib=9.0))
+    first.log({"step": 1, "eval_loss": 3.0}, kind="eval")
+    second, lines = make_log(tmp_path)
+    second.event("resume", step=1)
+    second.log(StepMetrics(step=2, loss=math.nan, tokens_per_second_per_gpu=100.0, peak_memory_gib=8.0, num_skipped_steps=1))
+    second.log(
+        StepMetrics(step=3, loss=2.0, tokens_per_second_per_gpu=110.0, peak_memory_gib=8.5, num_input_tokens=96, num_skipped_steps=1)
+    )
+    second.log({"step": 3, "eval_loss": 3.5}, kind="eval")
+    second.close("finished")
+    summary = read_metrics(tmp_path).of_kind("summary")[0]
+    assert summary.pop("wall_time_s") >= 0
+    assert summary.pop("time_s") > 0
+    assert summary == {
+        "kind": "summary",
+        "status": "finished",
+        "step": 3,
+        "final_loss": 2.0,
+        "last_eval_loss": 3.5,
+        "best_eval_loss": 3.0,
+        "median_tokens_per_second_per_gpu": 100.0,
+        "peak_memory_gib": 9.0,
+        "num_input_tokens": 96,
+        "num_skipped_steps": 1,
+        "num_nonfinite_rows": 1,
+        "num_events": 1,
+    }
+    assert lines[-1].startswith("summary | step: 3 | ")
+    assert summarize([]) == {}
+
+
+def test_progress_bar_does_not_swallow_lines(capsys: Any) -> None:
+    log = MetricsLog(None, max_steps=2, progress_bar=True)
+    log.progress(1)
+    log.log(StepMetrics(step=1, loss=3.0))
+    log.close()
+    assert "train | step: 1/2 | loss: 3\n" in capsys.readouterr().out
