@@ -127,6 +127,9 @@ class TrainArguments:
     max_nan_steps: int = _field(20, "With nan_policy skip: stop after this many such steps in a row.")
 
     deepspeed: Optional[str] = _field(None, "DeepSpeed JSON: the engine is ZeRO.")
+    nvme_path: Optional[str] = _field(
+        None, 'Folder on a local NVMe disk for offloading, where the DeepSpeed JSON says "nvme_path": "auto". Default: nvme/ in output_dir.'
+    )
     fsdp: Optional[str] = _field(
         None, "full_shard, shard_grad_op or hybrid_shard, with 'offload' if wanted: the engine is FSDP2 without accelerate's YAML."
     )
