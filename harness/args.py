@@ -23,7 +23,7 @@ from typing import Any, Optional
 
 import yaml
 
-from harness import hf_names
+from harness import device_map_text, hf_names
 from harness.findings import Finding, UserError, has_errors, user_error
 
 # HfArgumentParser resolves annotations with typing.get_type_hints, and on Python 3.10 it knows Optional[...] best.
@@ -114,9 +114,7 @@ class TrainArguments:
     warmup_steps: float = _field(0, "Steps of linear warm-up; below 1 a share of all steps.")
     warmup_ratio: Optional[float] = _field(None, "Share of all steps for warm-up (older name of a warmup_steps below 1).")
 
-    precision: str = _choice(
-        "auto", ["auto", "bf16", "fp16", "fp32"], "auto: bf16 where the device has it, else fp16 on a GPU, else fp32."
-    )
+    precision: str = _choice("auto", ["auto", "bf16", "fp16", "fp32"], "auto: bf16 where the device has it, else fp16 on a GPU, else fp32.")
     bf16: Optional[bool] = _field(None, "Same as --precision bf16.")
     fp16: Optional[bool] = _field(None, "Same as --precision fp16.")
     tf32: Optional[bool] = _field(None, "Allow TF32 in fp32 matrix products.")
@@ -167,6 +165,29 @@ class LoraArguments:
 
 
 @dataclasses.dataclass
+class DeviceMapArguments:
+    """One process, several GPUs: which part of the model sits on which card."""
+
+    device_map: Optional[str] = _field(
+        None,
+        "auto, balanced, balanced_low_0, sequential, dynamic, cuda:N, cpu, or a JSON object (file or text) of modules and devices. "
+        "Default in one process with several GPUs: dynamic.",
+    )
+    device_map_strategy: Optional[str] = _field(None, "Same as --device_map (older name).")
+    use_balanced_device_map: bool = _field(False, "Same as --device_map balanced (older name).")
+    use_dynamic_device_map: bool = _field(False, "Same as --device_map dynamic (older name).")
+    force_balance: bool = _field(False, "Use every card in equal shares, even one with less than min_memory_gb free.")
+    exclude_cpu: bool = _field(True, "Never place weights in host memory or on disk.")
+    min_memory_gb: float = _field(2.0, "Leave out cards with less free memory than this many GB.")
+    balance_threshold: float = _field(0.3, "dynamic: keep the auto map while no card is further from its ideal share than this.")
+    max_memory: Optional[str] = _field(None, "Memory to use: '40GB' on every card, or '0:60GB,1:40GB,cpu:200GB'.")
+    offload_folder: str = _field("offload", "Folder for weights that a device map puts on disk.")
+    in_flight_micro_batches: int = _field(
+        0, "Device map: micro-batches between their forward and their backward, which keeps the cards busy together; 0: all of a step."
+    )
+
+
+@dataclasses.dataclass
 class Arguments:
     """All arguments of a run.
 
@@ -179,11 +200,12 @@ class Arguments:
     data: DataArguments = dataclasses.field(default_factory=DataArguments)
     train: TrainArguments = dataclasses.field(default_factory=TrainArguments)
     lora: LoraArguments = dataclasses.field(default_factory=LoraArguments)
+    maps: DeviceMapArguments = dataclasses.field(default_factory=DeviceMapArguments)
     typed: frozenset[str] = frozenset()
     notes: tuple[Finding, ...] = ()
 
     def groups(self) -> tuple[Any, ...]:
-        return (self.model, self.data, self.train, self.lora)
+        return (self.model, self.data, self.train, self.lora, self.maps)
 
     def to_dict(self) -> dict[str, Any]:
         """Every resolved argument by name."""
@@ -198,7 +220,7 @@ class Arguments:
         return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
-GROUPS: tuple[type, ...] = (ModelArguments, DataArguments, TrainArguments, LoraArguments)
+GROUPS: tuple[type, ...] = (ModelArguments, DataArguments, TrainArguments, LoraArguments, DeviceMapArguments)
 
 
 def argument_names() -> list[str]:
@@ -311,9 +333,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         raise UserError(finding for finding in findings if finding.severity == "error")
     namespace, typed = _Parser().parse(translated)
     parsed = vars(namespace)
-    groups = [
-        group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS
-    ]
+    groups = [group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS]
     args = Arguments(*groups, typed=frozenset(typed), notes=tuple(findings))
     return resolve(args)
 
@@ -424,6 +444,8 @@ def resolve(args: Arguments) -> Arguments:
                     bad(name, f"must be a JSON object, not {text}")
             except json.JSONDecodeError as error:
                 bad(name, f"is not JSON: {error.msg} at character {error.pos}", "quote it: '{\"num_cycles\": 2}'")
+    engine = next((name for name in ("deepspeed", "fsdp") if getattr(train, name)), None)
+    problems += device_map_text.resolve(args.maps, engine, world_size_from_environment())
     if problems:
         raise UserError(problems)
     return args

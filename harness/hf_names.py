@@ -29,6 +29,7 @@ NAMES: dict[str, Name] = {
     "per_gpu_train_batch_size": Name("renamed", "older name", "per_device_train_batch_size"),
     "per_gpu_eval_batch_size": Name("renamed", "older name", "per_device_eval_batch_size"),
     "dtype": Name("renamed", "other name", "torch_dtype"),
+    "device": Name("refused", "a run places its model by --device_map cuda:N, cpu, balanced, ..."),
 }
 
 
