@@ -1,0 +1,183 @@
+"""Starts a training run with the launcher its engine needs, and ends with the run's own exit code.
+
+    python launch/run.py --engine zero3 --num_processes 4 -- --model_name_or_path gpt2 --train_file a.txt --output_dir out
+    python launch/run.py --engine fsdp --config_file my.yaml --dry_run -- --output_dir out ...
+
+Launcher options come first; from `--`, or from the first option that is not one of them, everything belongs to the script.
+Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == ROOT / "launch":
+    sys.path[0] = str(ROOT)  # run by path: import from the clone, wherever it lies
+
+from launch import processes  # noqa: E402
+from launch.command import ALIASES, ENGINES, LaunchError, Options, Plan, make_plan, shell_line  # noqa: E402
+
+EXIT_FILE = "exit.json"
+_FLAGS_WITHOUT_VALUE = {"dry_run", "help", "h"}
+
+
+# ---- the command line ----
+
+
+def _parser() -> argparse.ArgumentParser:
+    class Raising(argparse.ArgumentParser):
+        def error(self, message: str):  # type: ignore[no-untyped-def]
+            raise LaunchError(message)
+
+    parser = Raising(
+        prog="launch/run.py",
+        allow_abbrev=False,
+        usage="launch/run.py [launcher options] [--] [arguments of harness/run_clm.py]",
+        description="Starts a training run. Hyphens and underscores are the same.",
+    )
+    add = parser.add_argument
+    add("--engine", default="auto", choices=ENGINES, help="auto: one process: plain python; several: fsdp")
+    add("--num_processes", "--num_gpus", "--nproc", type=int, help="processes on this machine; default: one per visible GPU")
+    add("--config_file", "--config", help="the launcher's config: accelerate's YAML for fsdp, DeepSpeed's JSON for zero1-3")
+    add("--template", help="name of a file in ds_configs/ or fsdp_configs/, instead of --config_file")
+    add("--hostfile", help="deepspeed's host file: several machines over ssh")
+    add("--num_nodes", type=int, default=1, help="machines; run the same command on each")
+    add("--node_rank", type=int, help="number of this machine, from 0")
+    add("--master_addr", help="address of machine 0")
+    add("--master_port", type=int, help="port on machine 0; default: a free one on one machine, 29500 on several")
+    add("--script", help="another script than harness/run_clm.py")
+    add("--launcher_arg", action="append", default=[], metavar="ARG", help="one more argument for the launcher: --launcher_arg=--quiet")
+    add("--grace_s", type=float, default=35.0, help="seconds the processes get to stop after an interrupt")
+    add("--dry_run", action="store_true", help="print the command only")
+    return parser
+
+
+def split_command_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cuts a command line into the launcher's tokens (full names, underscores) and the script's."""
+    known = set(Options.__dataclass_fields__) | set(ALIASES) | _FLAGS_WITHOUT_VALUE
+    own: list[str] = []
+    index = 0
+    while index < len(argv):
+        token = argv[index]
+        if token == "--":
+            return own, list(argv[index + 1 :])
+        flag, equals, value = token.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if not token.startswith("-") or name not in known:
+            return own, list(argv[index:])
+        full = ALIASES.get(name, name)
+        own.append(flag if full == "h" else f"--{full}{equals}{value}")
+        index += 1
+        if not equals and name not in _FLAGS_WITHOUT_VALUE and index < len(argv) and argv[index] != "--":
+            own.append(argv[index])
+            index += 1
+    return own, []
+
+
+def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Parses the launcher's part.
+
+    Returns:
+        The options, and the script's arguments untouched.
+
+    Raises:
+        LaunchError: a wrong value, or options that contradict each other.
+    """
+    own, script_args = split_command_line(argv)
+    options = Options(**vars(_parser().parse_args(own)))
+    problems: list[str] = []
+    if options.num_processes is not None and options.num_processes < 1:
+        problems.append(f"--num_processes must be at least 1, not {options.num_processes}")
+    if options.num_nodes < 1:
+        problems.append(f"--num_nodes must be at least 1, not {options.num_nodes}")
+    if options.config_file and options.template:
+        problems.append("--config_file and --template were both given: keep one")
+    if options.num_nodes > 1 and not options.hostfile:
+        if options.node_rank is None:
+            problems.append("--num_nodes needs --node_rank (0 on the first machine)")
+        if options.master_addr is None and not os.environ.get("MASTER_ADDR"):
+            problems.append("--num_nodes needs --master_addr (address of machine 0)")
+    if options.node_rank is not None and not options.hostfile and not 0 <= options.node_rank < options.num_nodes:
+        problems.append(f"--node_rank must be from 0 to {options.num_nodes - 1}, not {options.node_rank}")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return options, script_args
+
+
+# ---- running it ----
+
+
+def read_exit_file(output_dir: Path | None) -> bytes:
+    """The raw exit.json of an output folder; empty where there is none."""
+    try:
+        return (output_dir / EXIT_FILE).read_bytes() if output_dir else b""
+    except OSError:
+        return b""
+
+
+def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes) -> tuple[int, str]:
+    """The run's own code where it wrote one, else what the launcher and the signals say.
+
+    Args:
+        exit_before: exit.json as it was before the start; the same bytes afterwards are an older run's.
+
+    Returns:
+        The code, and a line for the user ("" when there is nothing to say).
+    """
+    raw = read_exit_file(plan.output_dir)
+    if raw and raw != exit_before:
+        try:
+            report = json.loads(raw)
+            code, reason = int(report["code"]), str(report.get("reason", ""))
+        except (ValueError, KeyError, TypeError):
+            return ended.code or 1, f"{plan.output_dir}/{EXIT_FILE} cannot be read; the launcher ended with {ended.code}"
+        differs = "" if ended.code == code else f" (the launcher ended with {ended.code})"
+        return code, f"exit code {code}{': ' + reason if reason else ''}{differs}" if code or differs else ""
+    if ended.stopped_by is not None:
+        return 128 + ended.stopped_by, f"stopped by {signal.Signals(ended.stopped_by).name}; the run left no {EXIT_FILE}"
+    if ended.code == 0 and plan.must_report and plan.output_dir is not None and not {"-h", "--help"} & set(plan.command):
+        # deepspeed's runner ends with 0 when a signal killed its ranks.
+        return 1, f"the launcher ended with 0, but the run left no {plan.output_dir}/{EXIT_FILE}: it did not finish"
+    return ended.code, f"the launcher ended with {ended.code}" if ended.code else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        options, script_args = read_options(argv)
+        plan = make_plan(options, script_args)
+    except LaunchError as error:
+        for line in str(error).splitlines():
+            print(f"launch: error: {line}", file=sys.stderr)
+        return 2
+    for note in plan.notes:
+        print(f"launch: {note}", file=sys.stderr)
+    if options.dry_run:
+        print(shell_line(plan))
+        return 0
+    print(f"launch: {shell_line(plan)}", file=sys.stderr, flush=True)
+    exit_before = read_exit_file(plan.output_dir)
+    environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.environ
+    try:
+        ended = processes.Job(plan.command, environ, options.grace_s).run()
+    except OSError as error:
+        print(f"launch: error: cannot start {plan.command[0]}: {error.strerror}", file=sys.stderr)
+        return 2
+    if ended.num_killed:
+        print(f"launch: {ended.num_killed} process(es) did not stop and were killed", file=sys.stderr)
+    code, line = final_code(plan, ended, exit_before)
+    if line:
+        print(f"launch: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
