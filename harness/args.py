@@ -72,6 +72,18 @@ class DataArguments:
     validation_file: list[str] = _field([], "Evaluation files, like train_file.")
     validation_split_percentage: float = _field(5.0, "Percent of the training samples held out when there is no evaluation set.")
     block_size: Optional[int] = _field(None, "Tokens per sample. Default: the model's limit, at most 4096.")
+    text_column: Optional[str] = _field(None, "Column of plain text. Default: text, or the only text column.")
+    text_mode: str = _choice("document", ["document", "line"], "A text file is one document, or each of its lines is one.")
+    data_encoding: str = _field("utf-8", "Encoding of text, JSON and CSV files.")
+    packing: str = _choice(
+        "concat",
+        ["concat", "best_fit", "none"],
+        "concat: documents end to end, cut every block_size tokens; best_fit: documents kept whole where they fit; none: one per sample.",
+    )
+    overlong: str = _choice("split", ["split", "truncate", "drop"], "What happens to documents longer than block_size.")
+    document_isolation: bool = _field(True, "Documents packed into one sample do not see each other.")
+    add_bos: Optional[bool] = _field(None, "Begin documents with the bos token. Default: where the tokenizer does.")
+    add_eos: Optional[bool] = _field(None, "End documents with the eos token. Default: where the tokenizer has one.")
     max_train_samples: Optional[int] = _field(None, "Use only the first N training samples.")
     max_eval_samples: Optional[int] = _field(None, "Use only the first N evaluation samples.")
     preprocessing_num_workers: Optional[int] = _field(None, "Processes for tokenising. Default: the cores of this machine.")

@@ -1,0 +1,395 @@
+"""Rows of training data from files: which files are meant, how each kind is read, and what is wrong with them, by file and line.
+
+    .txt .text .md .rst .py     text: one file is one document, or with text mode "line" every non-blank line is one
+    .jsonl .ndjson .json        one object per line, or an array of objects
+    .csv .tsv                   with a header line
+    .parquet .arrow             tables
+    a folder                    every such file in it; or what `Dataset.save_to_disk` wrote
+
+Everything but .parquet and .arrow may end in .gz, .bz2 or .xz as well.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import csv
+import dataclasses
+import difflib
+import glob
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from harness.findings import Finding, UserError, user_error
+
+TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".py"}
+JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
+TABLE_SUFFIXES = {".csv", ".tsv", ".parquet", ".arrow"}
+SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_ROWS_AT_ONCE = 512
+_SAVED_MARKS = ("dataset_info.json", "state.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row of a source.
+
+    Attributes:
+        values: by column.
+        where: "file, line 3" or the like, for messages.
+        continues, more: the previous row began, and the next row goes on with, the same document (a long text comes in parts).
+    """
+
+    values: dict[str, Any]
+    where: str
+    continues: bool = False
+    more: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+    """A file of a source.
+
+    Attributes:
+        path: the file.
+        named: the user gave its name; otherwise it was found in a folder or by a glob.
+    """
+
+    path: Path
+    named: bool
+
+    @property
+    def suffix(self) -> str:
+        """Its kind, without a compression's suffix."""
+        suffixes = self.path.suffixes
+        if len(suffixes) > 1 and suffixes[-1].lower() in _OPENERS:
+            return suffixes[-2].lower()
+        return self.path.suffix.lower()
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether a folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` writes."""
+    return (path / "dataset_dict.json").is_file() or all((path / mark).is_file() for mark in _SAVED_MARKS)
+
+
+def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
+    """The files that names, globs and folders stand for, in a fixed order; folders of `save_to_disk` stay folders.
+
+    Args:
+        entries: what the user gave.
+        key: the flag, for messages.
+
+    Raises:
+        UserError: every entry that is not there, matches nothing, or is of an unknown kind, together.
+    """
+    found: dict[Path, SourceFile | Path] = {}
+    problems: list[Finding] = []
+    for entry in entries:
+        path = Path(entry).expanduser()
+        if path.is_dir():
+            files: list[SourceFile | Path] = [path] if is_saved_dataset(path) else [SourceFile(file, False) for file in _files_below(path)]
+            if not files:
+                problems.append(Finding("error", key, f"folder {entry} has no file of a known kind", f"known are {_known()}"))
+        elif path.is_file():
+            files = [SourceFile(path, True)]
+        elif glob.has_magic(str(path)):
+            matches = (Path(match) for match in sorted(glob.glob(str(path), recursive=True)))
+            files = [SourceFile(match, False) for match in matches if match.is_file()]
+            if not files:
+                problems.append(Finding("error", key, f"no file matches {entry}", "quote globs so that ** reaches the program"))
+        else:
+            problems.append(Finding("error", key, f"{entry} does not exist", _close_name(path)))
+            continue
+        for file in files:
+            if isinstance(file, SourceFile) and file.suffix not in SUFFIXES:
+                problems.append(Finding("error", key, f"{file.path} is of an unknown kind", f"known are {_known()}"))
+            real = (file.path if isinstance(file, SourceFile) else file).resolve()
+            found.setdefault(real, file)
+    if problems:
+        raise UserError(problems)
+    return list(found.values())
+
+
+def _known() -> str:
+    return " ".join(sorted(SUFFIXES)) + ", all text kinds also with .gz .bz2 .xz"
+
+
+def _files_below(folder: Path) -> list[Path]:
+    files = []
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        files += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
+    return [file for file in files if SourceFile(file, False).suffix in SUFFIXES and file.is_file()]
+
+
+def _close_name(path: Path) -> str:
+    parent = path.parent if path.parent.is_dir() else None
+    close = difflib.get_close_matches(path.name, os.listdir(parent), n=1) if parent else []
+    return f"did you mean {parent / close[0]}?" if parent and close else "give the path of a file, a folder or a glob"
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """A file's bytes, decompressed."""
+    opener = _OPENERS.get(path.suffix.lower())
+    return opener(path, "rb") if opener else open(path, "rb")
+
+
+@dataclasses.dataclass
+class FileReader:
+    """Reads rows from files.
+
+    Attributes:
+        key: the flag that named the files, for messages.
+        encoding: of text files; UTF-8 takes a byte order mark too.
+        line_mode: in text files, each line is a document.
+        segment_chars: texts longer than this come in parts, cut at the end of a line; None never cuts.
+        skipped: what was left out and why, filled while reading: reason -> names.
+        on_bytes: told how many more bytes of files were read.
+    """
+
+    key: str = "--train_file"
+    encoding: str = "utf-8"
+    line_mode: bool = False
+    segment_chars: int | None = None
+    skipped: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    on_bytes: Callable[[int], None] = lambda number: None
+
+    def __post_init__(self) -> None:
+        try:
+            codecs.lookup(self.encoding)
+        except LookupError:
+            raise user_error("--data_encoding", f"{self.encoding} is not an encoding Python knows", "for example utf-8, latin-1") from None
+
+    def rows(self, files: Sequence[SourceFile | Path]) -> Iterator[Row]:
+        """All rows, file by file.
+
+        Raises:
+            UserError: a file that cannot be read as what its name says; an empty one that was named.
+        """
+        for file in files:
+            if isinstance(file, Path):
+                yield from self._saved(file)
+                continue
+            yield from self._file(file)
+            self.on_bytes(file.path.stat().st_size)
+
+    def _file(self, file: SourceFile) -> Iterator[Row]:
+        readers = {".csv": self._csv, ".tsv": self._csv, ".parquet": self._parquet, ".arrow": self._arrow, ".json": self._json}
+        read = readers.get(file.suffix) or (self._text if file.suffix in TEXT_SUFFIXES else self._jsonl)
+        rows = read(file)
+        try:
+            first = next(rows, None)
+            if first is None:
+                self._leave_out(file)
+                return
+            yield first
+            yield from rows
+        except UnicodeDecodeError as error:
+            if file.suffix == ".py" and not file.named:
+                self.skipped.setdefault("source files whose encoding cannot be read", []).append(str(file.path))
+                return
+            raise self._not_decodable(file, error) from None
+        except (OSError, EOFError, lzma.LZMAError) as error:
+            raise user_error(self.key, f"cannot read {file.path}: {error}") from None
+
+    def _leave_out(self, file: SourceFile) -> None:
+        if file.named:
+            raise user_error(self.key, f"{file.path} is empty or blank", "remove it from the list, or fill it")
+        self.skipped.setdefault("empty or blank files", []).append(str(file.path))
+
+    def _not_decodable(self, file: SourceFile, error: UnicodeDecodeError) -> UserError:
+        encoding = error.encoding
+        offset, line, byte = locate_bad_byte(file.path, encoding)
+        return user_error(
+            self.key,
+            f"{file.path}, line {line}: byte 0x{byte:02x} at offset {offset} is not {encoding.upper().replace('UTF-8-SIG', 'UTF-8')}",
+            "say which encoding it has with --data_encoding (for example latin-1), or convert it",
+        )
+
+    def _open_text(self, file: SourceFile, newline: str | None = None) -> io.TextIOWrapper:
+        encoding = self.encoding
+        if file.suffix == ".py" and codecs.lookup(encoding).name == "utf-8":
+            with open_bytes(file.path) as head:
+                try:
+                    encoding = tokenize.detect_encoding(head.readline)[0]  # source code may name its own
+                except SyntaxError:
+                    encoding = "utf-8"
+        if codecs.lookup(encoding).name == "utf-8":
+            encoding = "utf-8-sig"
+        return io.TextIOWrapper(open_bytes(file.path), encoding=encoding, newline=newline)
+
+    def _text(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file) as stream:
+            if self.line_mode:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        yield Row({"text": line.rstrip("\n")}, f"{file.path}, line {number}")
+                return
+            if self.segment_chars is None:
+                text = stream.read()
+                if text.strip():
+                    yield Row({"text": text}, str(file.path))
+                return
+            waiting, continues = None, False
+            for segment in segments(stream, self.segment_chars):
+                if waiting is not None:
+                    yield Row({"text": waiting}, str(file.path), continues, more=True)
+                    continues = True
+                waiting = segment
+            if waiting is not None:
+                yield Row({"text": waiting}, str(file.path), continues)
+
+    def _jsonl(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file) as stream:
+            for number, line in enumerate(stream, 1):
+                if line.strip():
+                    where = f"{file.path}, line {number}"
+                    yield Row(self._object(_parse_json(line, where, self.key), where), where)
+
+    def _object(self, value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise user_error(self.key, f"{where}: a JSON object is needed, not {type(value).__name__}", 'write rows like {"text": "..."}')
+        return value
+
+    def _json(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file) as stream:
+            start = stream.read(4096).lstrip()[:1]
+        if start != "[":  # an object per line under another name, or one object that holds the rows
+            yield from self._json_object(file) if start == "{" else self._jsonl(file)
+            return
+        with self._open_text(file) as stream:
+            values = _parse_json(stream.read(), str(file.path), self.key)
+        for number, value in enumerate(values, 1):
+            where = f"{file.path}, row {number}"
+            yield Row(self._object(value, where), where)
+
+    def _json_object(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file) as stream:
+            first_line = stream.readline()
+            try:
+                json.loads(first_line)
+            except json.JSONDecodeError:
+                lines = False
+            else:
+                lines = bool(stream.readline().strip())
+        if lines:
+            yield from self._jsonl(file)
+            return
+        with self._open_text(file) as stream:
+            value = _parse_json(stream.read(), str(file.path), self.key)
+        rows = value.get("data") if isinstance(value.get("data"), list) else [value]
+        for number, row in enumerate(rows, 1):
+            where = f"{file.path}, row {number}"
+            yield Row(self._object(row, where), where)
+
+    def _csv(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file, newline="") as stream:
+            reader = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
+            try:
+                for values in reader:
+                    where = f"{file.path}, line {reader.line_num}"
+                    if None in values or None in values.values():
+                        raise user_error(self.key, f"{where}: not as many fields as the header has", "quote fields that hold the delimiter")
+                    yield Row(values, where)
+            except csv.Error as error:
+                raise user_error(self.key, f"{file.path}, line {reader.line_num}: not valid CSV: {error}") from None
+
+    def _parquet(self, file: SourceFile) -> Iterator[Row]:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            table = pyarrow.parquet.ParquetFile(file.path, memory_map=True)
+            number = itertools.count(1)
+            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
+                for values in batch.to_pylist():
+                    yield Row(values, f"{file.path}, row {next(number)}")
+        except pyarrow.ArrowInvalid as error:
+            raise user_error(self.key, f"{file.path} is not a parquet file: {error}") from None
+
+    def _arrow(self, file: SourceFile) -> Iterator[Row]:
+        import datasets
+
+        yield from dataset_rows(datasets.Dataset.from_file(str(file.path)), str(file.path))
+
+    def _saved(self, folder: Path) -> Iterator[Row]:
+        import datasets
+
+        data = datasets.load_from_disk(str(folder))
+        if isinstance(data, datasets.DatasetDict):
+            split = "validation" if "validation" in self.key and "validation" in data else "train"
+            if split not in data:
+                raise user_error(self.key, f"{folder} has no split {split}, but {', '.join(data)}", "give one split's folder")
+            data = data[split]
+        yield from dataset_rows(data, str(folder))
+
+
+def dataset_rows(data: Any, name: str) -> Iterator[Row]:
+    """Rows of a `datasets.Dataset`."""
+    number = itertools.count(1)
+    for batch in data.with_format(None).iter(batch_size=_ROWS_AT_ONCE):
+        columns = list(batch)
+        for values in zip(*batch.values(), strict=True):
+            yield Row(dict(zip(columns, values, strict=True)), f"{name}, row {next(number)}")
+
+
+def _parse_json(text: str, where: str, key: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        place = f"{where}: " if "line" in where else f"{where}, line {error.lineno}: "
+        raise user_error(key, f"{place}not valid JSON: {error.msg} at column {error.colno}", "one complete JSON object per line") from None
+    except RecursionError:
+        raise user_error(key, f"{where}: JSON nested too deeply") from None
+
+
+def segments(stream: io.TextIOBase, size: int) -> Iterator[str]:
+    """A text in parts of about `size` characters, cut only after a newline that a non-blank character follows; blank text: nothing.
+
+    Tokenizers split there anyway, so the parts' tokens are the tokens of the whole (which the caller has checked for its tokenizer).
+    """
+    buffer = ""
+    blank = True
+    while True:
+        chunk = stream.read(size)
+        buffer += chunk
+        if not chunk:
+            break
+        end = len(buffer) - 1
+        while (cut := buffer.rfind("\n", 0, end)) >= 0 and buffer[cut + 1].isspace():
+            end = cut
+        if cut >= 0 and (not blank or buffer[: cut + 1].strip()):
+            blank = False
+            yield buffer[: cut + 1]
+            buffer = buffer[cut + 1 :]
+    if buffer and not (blank and not buffer.strip()):
+        yield buffer
+
+
+def locate_bad_byte(path: Path, encoding: str) -> tuple[int, int, int]:
+    """(offset, line counted from 1, value) of the first byte of a file that cannot be decoded."""
+    decoder = codecs.getincrementaldecoder(encoding)()
+    offset, line = 0, 1
+    with open_bytes(path) as file:
+        while True:
+            chunk = file.read(1 << 16)
+            state = decoder.getstate()
+            pending = state[0]
+            try:
+                line += decoder.decode(chunk, final=not chunk).count("\n")
+            except UnicodeDecodeError as error:
+                data = pending + chunk
+                before = data[: error.start]
+                return offset - len(pending) + error.start, line + before.count(b"\n"), data[error.start]
+            offset += len(chunk)
+            if not chunk:
+                raise ValueError(f"{path} can be decoded as {encoding}")

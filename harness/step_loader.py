@@ -1,0 +1,321 @@
+"""Which samples are in which optimizer step, and getting them there in time.
+
+There is one global order of all samples. It follows from the seed alone; optimizer step k owns its positions [k * G, (k + 1) * G),
+G being the global batch, and rank r of N the r-th of N equal parts of these. So neither the number of ranks, nor that of loader
+workers, nor the micro-batch size changes what a step learns from, and any step can be had at once, which is all that resuming needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from harness.batches import IGNORE, MicroBatch, Sample, StepBatch, collate, filler_sample, make_sample, make_step_batch
+from harness.findings import UserError, user_error
+from harness.permutation import Permutation, combine_seeds
+
+STRATEGIES = ("random", "sequential", "group_by_length")
+GROUP_STEPS = 50
+"""group_by_length: samples of so many steps are sorted together (transformers' factor), so that order stays random in the large."""
+
+
+class SampleSource(Protocol):
+    """What a `StepLoader` reads: anything with samples by number and their lengths."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+
+class SampleList:
+    """A user's own dataset of rows with `input_ids` as a `SampleSource`.
+
+    Rows may have labels, position_ids and document_ids; what is missing is what one document that is trained on throughout has.
+    Positions where a row's attention_mask is 0 are cut away.
+
+    Raises:
+        UserError: a row without input_ids, or with columns of different lengths.
+    """
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = rows
+        self.lengths = np.array([len(self[index]["input_ids"]) for index in range(len(rows))], dtype=np.int32)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self._rows[index]
+        if "input_ids" not in row:
+            raise user_error("train_dataset", f"row {index} has no input_ids, but {', '.join(sorted(row))}", "tokenise it first")
+        arrays = {
+            name: np.asarray(row[name]).reshape(-1) for name in ("input_ids", "labels", "position_ids", "document_ids") if name in row
+        }
+        sizes = {name: len(array) for name, array in arrays.items()}
+        if len(set(sizes.values())) > 1:
+            raise user_error("train_dataset", f"row {index}: columns of different lengths {sizes}", "give every column one value per token")
+        if "attention_mask" in row:
+            real = np.asarray(row["attention_mask"]).reshape(-1) != 0
+            arrays = {name: array[real] for name, array in arrays.items()}
+        sample = make_sample(arrays["input_ids"], arrays.get("labels"))
+        for name in ("position_ids", "document_ids"):
+            if name in arrays:
+                sample[name] = arrays[name].astype(sample[name].dtype)
+        return sample
+
+
+class StepLoader:
+    """This rank's samples of every optimizer step.
+
+    Args:
+        dataset: the samples.
+        global_batch_size: samples per optimizer step over all ranks; a multiple of num_processes.
+        num_processes, process_index: this rank's place.
+        seed: of the order.
+        strategy: "random", "sequential" or "group_by_length".
+        drop_last: leave out the last, short step of an epoch; otherwise it is filled up with zero-weight samples.
+        num_workers: processes that read ahead; 0 reads in this one.
+        prefetch: steps that each worker reads ahead.
+        pad_id: token put into padding.
+        pin_memory: micro-batches in page-locked memory.
+
+    Raises:
+        UserError: more ranks than samples, or with drop_last fewer samples than one step.
+    """
+
+    def __init__(
+        self,
+        dataset: SampleSource,
+        *,
+        global_batch_size: int,
+        num_processes: int,
+        process_index: int,
+        seed: int,
+        strategy: str = "random",
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        pad_id: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if global_batch_size < 1 or global_batch_size % num_processes:
+            raise ValueError(f"global_batch_size {global_batch_size} is not a multiple of the {num_processes} processes")
+        if not 0 <= process_index < num_processes:
+            raise ValueError(f"process_index {process_index} is not one of {num_processes} processes")
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, not {strategy!r}")
+        size = len(dataset)
+        if size < num_processes:
+            raise user_error(
+                "train_file",
+                f"{size} training samples for {num_processes} processes",
+                "use fewer processes, a smaller --block_size or more data",
+            )
+        if drop_last and size < global_batch_size:
+            raise user_error(
+                "--dataloader_drop_last",
+                f"one optimizer step needs {global_batch_size} samples, but there are {size}, so every step would be dropped",
+                "remove --dataloader_drop_last or use a smaller batch",
+            )
+        if strategy == "sequential" and hasattr(dataset, "at"):
+            raise user_error("--train_sampling_strategy", "a mixture of sources has no sequential order", "use random or group_by_length")
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.samples_per_rank = global_batch_size // num_processes
+        self.seed = seed
+        self.strategy = strategy
+        self.drop_last = drop_last
+        self.num_workers = num_workers
+        self.prefetch = prefetch
+        self.pad_id = pad_id
+        self.pin_memory = pin_memory
+        self.steps_per_epoch = size // global_batch_size if drop_last else -(-size // global_batch_size)
+        self._permutation = functools.lru_cache(maxsize=2)(self._make_permutation)
+        self._group = functools.lru_cache(maxsize=2)(self._make_group)
+
+    @property
+    def num_last_samples(self) -> int:
+        """Samples of the whole last step of an epoch that are not zero-weight."""
+        return len(self.dataset) - (self.steps_per_epoch - 1) * self.global_batch_size if not self.drop_last else self.global_batch_size
+
+    def describe(self) -> str:
+        """One line about the order and about what happens to the last, short step."""
+        size, batch = len(self.dataset), self.global_batch_size
+        text = f"{size:,} samples, {batch} per optimizer step: {self.steps_per_epoch:,} steps per epoch, order {self.strategy}"
+        rest = size % batch
+        if rest and self.drop_last:
+            return f"{text}; {rest} samples of the last, short step are dropped in each epoch"
+        if rest:
+            return f"{text}; the last step has {rest} samples and {batch - rest} zero-weight ones"
+        return text
+
+    def _make_permutation(self, epoch: int) -> Permutation:
+        return Permutation(len(self.dataset), combine_seeds(self.seed, epoch))
+
+    def _make_group(self, epoch: int, number: int) -> np.ndarray:
+        """Indices of one group of GROUP_STEPS steps: steps hold samples of like length, and come in random order."""
+        batch, size = self.global_batch_size, len(self.dataset)
+        begin = number * GROUP_STEPS * batch
+        indices = self._permutation(epoch)(np.arange(begin, min(begin + GROUP_STEPS * batch, size)))
+        ordered = indices[np.argsort(-np.asarray(self.dataset.lengths[indices], dtype=np.int64), kind="stable")]
+        full = len(ordered) // batch
+        order = Permutation(full, combine_seeds(self.seed, epoch, number, 1))(np.arange(full)) if full else np.zeros(0, dtype=np.int64)
+        steps = [ordered[step * batch : (step + 1) * batch] for step in order]
+        return np.concatenate([*steps, ordered[full * batch :]])
+
+    def indices(self, index: int) -> np.ndarray:
+        """Numbers of this rank's samples of optimizer step `index`, in order, without zero-weight ones."""
+        epoch, step = divmod(index, self.steps_per_epoch)
+        first = step * self.global_batch_size + self.process_index * self.samples_per_rank
+        positions = np.arange(first, min(first + self.samples_per_rank, len(self.dataset)))
+        if self.strategy == "sequential":
+            return positions
+        if self.strategy == "random" or not len(positions):
+            return self._permutation(epoch)(positions)
+        number = step // GROUP_STEPS
+        return self._group(epoch, number)[positions - number * GROUP_STEPS * self.global_batch_size]
+
+    def step(self, index: int) -> StepBatch:
+        """This rank's part of optimizer step `index`, counted from 0 over all epochs."""
+        epoch = index // self.steps_per_epoch
+        at = getattr(self.dataset, "at", None)
+        samples: list[Sample] = []
+        sources: list[int] = []
+        for number in self.indices(index).tolist():
+            if at is None:
+                samples.append(self.dataset[number])
+            else:
+                source, sample = at(epoch, number)
+                samples.append(sample)
+                sources.append(source)
+        return make_step_batch(
+            samples,
+            (index + 1) / self.steps_per_epoch,
+            pad_id=self.pad_id,
+            num_fillers=self.samples_per_rank - len(samples),
+            source_ids=None if at is None else sources,
+            pin_memory=self.pin_memory,
+        )
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self.prefetching(0)
+
+    def prefetching(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[StepBatch]:
+        """Steps from `start_step` on, without end unless `num_steps` says so, read ahead by `num_workers` processes.
+
+        Raises:
+            RuntimeError: a worker failed or died; one message with the cause.
+        """
+        stop = 1 << 62 if num_steps is None else start_step + num_steps
+        if self.num_workers == 0:
+            yield from map(self.step, range(start_step, stop))
+            return
+        from torch.utils.data import DataLoader
+
+        steps: Any = DataLoader(
+            _Steps(self),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=range(start_step, stop),
+            num_workers=self.num_workers,
+            prefetch_factor=self.prefetch,
+            collate_fn=_identity,
+        )
+        iterator = iter(steps)
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except UserError:
+                raise
+            except Exception as error:
+                raise RuntimeError(_worker_message(error)) from None
+            yield batch
+
+
+class _Steps:
+    """Steps by number, for the workers of a DataLoader."""
+
+    def __init__(self, loader: StepLoader) -> None:
+        self.loader = loader
+
+    def __getitem__(self, index: int) -> StepBatch:
+        return self.loader.step(index)
+
+
+def _identity(batch: Any) -> Any:
+    return batch
+
+
+def _worker_message(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    cause = lines[-1].strip() if lines else type(error).__name__
+    if "exited unexpectedly" in cause or "killed by signal" in str(error):
+        return (
+            f"a data loader worker died: {cause} -> it ran out of host memory (see the kernel log) or of /dev/shm "
+            "(containers: --shm-size); --dataloader_num_workers 0 loads in the training process"
+        )
+    return f"a data loader worker failed: {cause}"
+
+
+def eval_batches(
+    dataset: SampleSource,
+    batch_size: int,
+    num_processes: int,
+    process_index: int,
+    *,
+    pad_id: int = 0,
+    multiple_of: int = 1,
+    pin_memory: bool = False,
+) -> Iterator[MicroBatch]:
+    """This rank's evaluation batches: the same number on every rank, each sample on exactly one of them.
+
+    Batches are filled rank by rank in the dataset's order; what is missing at the end is made up of zero-weight samples.
+    """
+    at = getattr(dataset, "at", None)
+    per_round = batch_size * num_processes
+    for begin in range(0, len(dataset), per_round):
+        first = begin + process_index * batch_size
+        numbers = range(first, max(first, min(first + batch_size, len(dataset))))
+        pairs = [(0, dataset[number]) if at is None else at(0, number) for number in numbers]
+        samples = [sample for _, sample in pairs] or [filler_sample(pad_id)]
+        sources = None if at is None else [source for source, _ in pairs] or [0]
+        yield collate(samples, pad_id, multiple_of, sources, pin_memory)
+
+
+def num_eval_batches(dataset: SampleSource, batch_size: int, num_processes: int) -> int:
+    """How many batches `eval_batches` yields on every rank."""
+    return -(-len(dataset) // (batch_size * num_processes))
+
+
+def longest_step(dataset: SampleSource, num_samples: int, *, pad_id: int = 0, pin_memory: bool = False) -> StepBatch:
+    """A step of the longest samples there are, longest first: the most memory that any step can need.
+
+    Cut into micro-batches of b, its first micro-batch is the b longest samples, which no micro-batch of any order can exceed.
+
+    Args:
+        num_samples: this rank's samples per step; where the data has fewer, the longest come again.
+    """
+    lengths = np.asarray(dataset.lengths)
+    number = min(num_samples, len(lengths))
+    largest = np.sort(np.argpartition(lengths, len(lengths) - number)[len(lengths) - number :])
+    chosen = np.resize(largest, num_samples)
+    chosen = chosen[np.argsort(-lengths[chosen].astype(np.int64), kind="stable")]
+    at = getattr(dataset, "at_any", None)
+    samples = [dataset[int(index)] if at is None else at(int(index)) for index in chosen]
+    return make_step_batch(samples, 0.0, pad_id=pad_id, pin_memory=pin_memory)
+
+
+def longest_possible_step(num_samples: int, block_size: int, *, pad_id: int = 0) -> StepBatch:
+    """Like `longest_step` for data whose lengths are not known beforehand (streams): samples of block_size tokens."""
+    sample = make_sample(np.full(block_size, pad_id))
+    sample["labels"][0] = IGNORE
+    return make_step_batch([sample] * num_samples, 0.0, pad_id=pad_id)
