@@ -546,7 +546,7 @@ def test_shell_scripts_start_their_launcher(tmp_path: Path, script: Path, name: 
     (tmp_path / "my.yaml").write_text("num_processes: 2\n")
     tool = {"deepspeed": "deepspeed", "fsdp": "accelerate", "ddp": "torchrun", "device_map": "python"}[name]
     config = ["--config", "my.yaml"] if name in ("deepspeed", "fsdp") else []
-    command = [ROOT / f"launch/{name}.sh", *config, "--dry_run", "--script", script, "--output_dir", "o"]
+    command = [str(ROOT / f"launch/{name}.sh"), *config, "--dry_run", "--script", str(script), "--output_dir", "o"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     tokens = shlex.split(done.stdout)
