@@ -278,14 +278,14 @@ def read_metrics(path: str | Path, keep_superseded: bool = False) -> MetricsFile
             rows.append(from_json_line(line))
         except ValueError:
             num_bad_lines += 1
-    superseded = _superseded(rows)
+    superseded = superseded_indices(rows)
     for index in superseded:
         rows[index]["superseded"] = True
     kept = rows if keep_superseded else [row for index, row in enumerate(rows) if index not in superseded]
     return MetricsFile(kept, len(superseded), num_bad_lines)
 
 
-def _superseded(rows: Sequence[Mapping[str, Any]]) -> set[int]:
+def superseded_indices(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     """Indices of train and eval rows that were computed again.
 
     Those after step N, once the run resumed at N; and those from step N on, once a train row went back to N (a life that wrote no event).
