@@ -1,0 +1,236 @@
+"""Saving while training goes on, finding what can be resumed, and exporting a model.
+
+A save copies every rank's shards to host memory and returns; threads write the files, hash them and finish the folder. No rank waits in a
+collective for it: the ranks leave each other marks in the folder (see harness.checkpoint_files), so a rank that fails to write makes the
+save fail, with its reason in the log, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+from harness import checkpoint_files as files
+from harness.coordination import Coordinator
+from harness.findings import user_error
+
+log = logging.getLogger("harness")
+
+
+class SavesAndLoads(Protocol):
+    """What a checkpoint needs of an engine."""
+
+    name: str
+
+    def save(self, directory: Path) -> Future[None]: ...
+
+    def load(self, directory: Path) -> None: ...
+
+
+class PendingSave:
+    """One save that is being written by threads."""
+
+    def __init__(self, step: int, marks: files.Marks, final: Path) -> None:
+        self.step, self.marks, self.final = step, marks, final
+        self.error: str | None = None
+        self.threads: list[threading.Thread] = []
+
+    def start(self, written: Future[None], timeout_s: float, on_complete: Callable[[Path], None]) -> None:
+        self.threads.append(threading.Thread(target=self._hash_own, args=(written, timeout_s), daemon=True))
+        if self.marks.process_index == 0:
+            self.threads.append(threading.Thread(target=self._finish, args=(timeout_s, on_complete), daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def _hash_own(self, written: Future[None], timeout_s: float) -> None:
+        """This rank's share of the work after its files are written: hash every n-th file of all."""
+        marks = self.marks
+        try:
+            written.result()
+            marks.leave("written")
+            marks.wait("written", timeout_s)
+            marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            try:
+                marks.leave("failed", self.error)
+            except OSError:
+                pass  # no room even for the mark: the main process gives up by its time limit
+
+    def _finish(self, timeout_s: float, on_complete: Callable[[Path], None]) -> None:
+        marks = self.marks
+        try:
+            shares = marks.wait("hashed", timeout_s, give_up=lambda: self.error)
+            marks.clear()
+            files.complete(marks.folder, self.final, shares)
+            on_complete(self.final)
+        except Exception as error:
+            self.error = f"{error}"
+            shutil.rmtree(marks.folder, ignore_errors=True)
+
+    def is_running(self) -> bool:
+        return any(thread.is_alive() for thread in self.threads)
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join()
+
+
+class Checkpointer:
+    """Writes and finds the checkpoints of one run.
+
+    Args:
+        output_dir: the run's folder, on a disk that all ranks see.
+        engine: what is saved.
+        keep: `--save_total_limit`.
+        state_bytes: size of one checkpoint over all ranks, to check the disk before.
+        on_event: called on the main process with (event, fields) for the log of metrics.
+    """
+
+    def __init__(
+        self,
+        output_dir: Path,
+        engine: SavesAndLoads,
+        coordinator: Coordinator,
+        *,
+        keep: int | None = None,
+        state_bytes: int = 0,
+        on_event: Callable[..., None] = lambda event, **fields: None,
+    ) -> None:
+        self.output_dir, self.engine, self.coordinator = output_dir, engine, coordinator
+        self.keep, self.state_bytes, self.on_event = keep, state_bytes, on_event
+        self.pending: PendingSave | None = None
+        self.last_complete: Path | None = None
+        self.best: Path | None = None
+        self.timeout_s = coordinator.timeout_s
+        if coordinator.is_main_process:
+            files.clean_temporary(output_dir)
+
+    def save(self, step: int, trainer_state: dict[str, Any], *, wait: bool = False) -> bool:
+        """Starts a checkpoint of this step; called on all ranks at the same step.
+
+        Args:
+            trainer_state: JSON; the same on all ranks.
+            wait: return when it is complete (at the end, and before the job gives up its place).
+
+        Returns:
+            False when it could not be started or, with `wait`, not be completed; the reason is logged and training can go on.
+        """
+        self.finish()
+        started = time.monotonic()
+        name = files.checkpoint_name(step)
+        folder = self.output_dir / f".tmp-{name}"
+        marks = files.Marks(folder, self.coordinator.process_index, self.coordinator.num_processes)
+        problem = self.coordinator.broadcast(self._prepare(folder) if self.coordinator.is_main_process else None)
+        if problem:
+            self._report_failure(step, problem)
+            return False
+        self.pending = PendingSave(step, marks, self.output_dir / name)
+        problem = None
+        try:
+            if self.coordinator.is_main_process:
+                files.write_json(folder / files.STATE_FILE, trainer_state)
+            files.write_json(folder / f"rng-{self.coordinator.process_index}.json", files.random_state())
+            written = self.engine.save(folder / files.ENGINE_FOLDER)
+        except OSError as error:
+            problem = f"rank {self.coordinator.process_index}: {error}"
+        problems = [reason for reason in self.coordinator.gather(problem) if reason]
+        if problems:
+            self.pending = None
+            if self.coordinator.is_main_process:
+                shutil.rmtree(folder, ignore_errors=True)
+            self._report_failure(step, problems[0])
+            return False
+        self.pending.start(written, self.timeout_s, lambda path: self._completed(path, step, started))
+        stood_still_s = time.monotonic() - started
+        log.debug("checkpoint of step %d: training stood still for %.2f s", step, stood_still_s)
+        self.on_event("save_started", step=step, stood_still_s=round(stood_still_s, 3))
+        return self.finish() if wait else True
+
+    def _prepare(self, folder: Path) -> str | None:
+        """Main process: makes the temporary folder and looks at the disk. Returns what is wrong, if anything."""
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            free_bytes = shutil.disk_usage(folder).free
+        except OSError as error:
+            return str(error)
+        if free_bytes < self.state_bytes:
+            shutil.rmtree(folder, ignore_errors=True)
+            return f"a checkpoint needs about {self.state_bytes / 2**30:.2f} GiB, {self.output_dir} has {free_bytes / 2**30:.2f} GiB free"
+        return None
+
+    def _completed(self, path: Path, step: int, started: float) -> None:
+        self.last_complete = path
+        protect = [self.best] if self.best else []
+        gone = files.rotate(self.output_dir, self.keep, protect)
+        log.info("checkpoint %s complete after %.1f s%s", path, time.monotonic() - started, f"; deleted {len(gone)} older" if gone else "")
+        self.on_event("save", step=step, path=str(path), duration_s=round(time.monotonic() - started, 3))
+
+    def _report_failure(self, step: int, reason: str) -> None:
+        log.error("checkpoint of step %d was not written: %s. Older checkpoints are as they were; training goes on.", step, reason)
+        self.on_event("save_failed", step=step, reason=reason)
+
+    def finish(self) -> bool:
+        """Waits for the save that is being written; called on all ranks. Returns False when it failed."""
+        if self.pending is None:
+            return True
+        pending, self.pending = self.pending, None
+        pending.join()
+        errors = [error for error in self.coordinator.gather(pending.error) if error]
+        if errors:
+            self._report_failure(pending.step, errors[0])
+        elif self.coordinator.num_processes > 1:
+            self.last_complete = pending.final
+        return not errors
+
+    def find(self, wanted: str) -> Path | None:
+        """The checkpoint to resume from, verified by its hashes; called on all ranks, which share the reading.
+
+        Args:
+            wanted: "auto" (None if there is none), "latest" (there must be one), or a folder.
+
+        Raises:
+            UserError: nothing usable where there must be.
+        """
+        if wanted not in ("auto", "latest"):
+            folder = Path(wanted)
+            problem = "does not exist" if not folder.is_dir() else self._verify(folder)
+            if problem:
+                raise user_error("--resume_from_checkpoint", f"{wanted}: {problem}", "give another, or 'latest' for the newest usable one")
+            return folder
+        skipped: list[str] = []
+        for folder in self.coordinator.broadcast(files.list_checkpoints(self.output_dir)):
+            problem = self._verify(folder)
+            if problem is None:
+                return folder
+            skipped.append(f"{folder.name}: {problem}")
+            log.warning("skipping %s: %s", folder, problem)
+            self.on_event("checkpoint_skipped", path=str(folder), reason=problem)
+        if wanted == "latest":
+            reasons = "; ".join(skipped) or "there is none"
+            raise user_error(
+                "--resume_from_checkpoint", f"no usable checkpoint in {self.output_dir}: {reasons}", "leave it out to start anew"
+            )
+        return None
+
+    def _verify(self, folder: Path) -> str | None:
+        coordinator = self.coordinator
+        problems = coordinator.gather(files.problem_of(folder, coordinator.process_index, coordinator.num_processes))
+        return next((problem for problem in problems if problem), None)
+
+    def load(self, folder: Path) -> None:
+        """Restores engine and random states; called on all ranks."""
+        self.engine.load(folder / files.ENGINE_FOLDER)
+        rng = folder / f"rng-{self.coordinator.process_index}.json"
+        import json
+
+        if rng.exists():
+            files.restore_random_state(json.loads(rng.read_text(encoding="utf-8")))
+        self.last_complete = folder

@@ -1,0 +1,205 @@
+"""Processes of a job: who we are, one log for all, agreement and barriers on the host.
+
+Everything here that talks to other ranks does so over gloo on the host, with a time limit: it needs no GPU memory at the moment when
+there is none, and it does not have to be in step with the collectives of a training step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.findings import user_error
+
+log = logging.getLogger("harness")
+
+
+class RankFilter(logging.Filter):
+    """Main process: everything. Other ranks: warnings, and what was logged with `all_ranks=True`; both tagged with the rank."""
+
+    def __init__(self, process_index: int, num_processes: int) -> None:
+        super().__init__()
+        self.process_index, self.num_processes = process_index, num_processes
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        everywhere = getattr(record, "all_ranks", False) or (self.process_index > 0 and record.levelno >= logging.WARNING)
+        record.rank_tag = f"[rank {self.process_index}] " if everywhere and self.num_processes > 1 else ""
+        return self.process_index == 0 or everywhere
+
+
+def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> None:
+    """Sends the `harness` logger to the console and, when given an output folder, to its train.log.
+
+    Works before a process group exists (the rank is the environment's) and may be called again: handlers are replaced, not added.
+    The main process writes everything; other ranks only warnings and records logged with `extra={"all_ranks": True}`.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    for handler in list(log.handlers):
+        log.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
+    if output_dir is not None:
+        # Appending in small writes is atomic enough for lines of several processes; a rank that only warns creates no file of its own.
+        handlers.append(logging.FileHandler(output_dir / "train.log", encoding="utf-8", delay=True))
+    for handler in handlers:
+        handler.addFilter(RankFilter(rank, size))
+        is_file = isinstance(handler, logging.FileHandler)
+        handler.setFormatter(logging.Formatter(("%(asctime)s " if is_file else "") + "%(rank_tag)s%(message)s", "%Y-%m-%d %H:%M:%S"))
+        log.addHandler(handler)
+    log.setLevel(logging.DEBUG if debug else logging.INFO)
+    log.propagate = False
+
+
+class PeerFailedError(RuntimeError):
+    """Another rank did not arrive, or reported a failure."""
+
+
+@dataclasses.dataclass
+class Coordinator:
+    """This process among the others of the job.
+
+    Attributes:
+        num_processes, process_index, local_process_index: as accelerate names them.
+        num_local_processes: processes of this job on this node.
+        device: where this process computes.
+        backend: backend of the default process group, "gloo" or "cpu:gloo,cuda:nccl".
+        timeout_s: limit of every wait on other ranks.
+    """
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    num_local_processes: int
+    device: torch.device
+    backend: str
+    timeout_s: float
+    host_group: Any = None
+    checkpoint_group: Any = None
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return self.local_process_index == 0
+
+    def _host_all_reduce(self, tensor: torch.Tensor, op: Any, what: str) -> torch.Tensor:
+        if self.num_processes == 1:
+            return tensor
+        try:
+            dist.all_reduce(tensor, op=op, group=self.host_group)
+        except RuntimeError as error:
+            raise PeerFailedError(f"waiting for the other ranks in '{what}' failed on rank {self.process_index}: {error}") from None
+        return tensor
+
+    def sum(self, values: Sequence[float], what: str = "sum") -> list[float]:
+        """Sums over ranks, in float64 on the host."""
+        return self._host_all_reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM, what).tolist()
+
+    def max(self, values: Sequence[float], what: str = "max") -> list[float]:
+        """Maxima over ranks, in float64 on the host."""
+        return self._host_all_reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX, what).tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank (small picklable objects)."""
+        if self.num_processes == 1:
+            return [value]
+        values: list[Any] = [None] * self.num_processes
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """The main process's `value`, on every rank."""
+        if self.num_processes == 1:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, group=self.host_group)
+        return holder[0]
+
+    def wait_for_everyone(self, name: str) -> None:
+        """A barrier on the host with a name.
+
+        Raises:
+            PeerFailedError: after `timeout_s`, naming the ranks that did not arrive (as far as the main process can tell).
+        """
+        if self.num_processes == 1:
+            return
+        try:
+            dist.monitored_barrier(group=self.host_group, timeout=timedelta(seconds=self.timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise PeerFailedError(f"barrier '{name}': {error}") from None
+
+    def close(self) -> None:
+        """Leaves the job in step with the others: gloo may abort a process that ends while another still talks to it."""
+        if not dist.is_initialized():
+            return
+        try:
+            self.wait_for_everyone("end")
+        finally:
+            dist.destroy_process_group()
+
+
+def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
+    """Joins the job that the launcher's environment describes; alone, a job of one process.
+
+    Args:
+        use_cpu: compute on the CPU although there are GPUs.
+        timeout_s: limit for collectives and barriers, seconds.
+
+    Raises:
+        UserError: more local processes than GPUs.
+    """
+    environ = os.environ
+    rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    local_rank = int(environ.get("LOCAL_RANK", str(rank)))
+    local_size = int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", str(size))))
+    use_cuda = torch.cuda.is_available() and not use_cpu
+    if use_cuda and local_rank >= torch.cuda.device_count():
+        raise user_error(
+            "--num_processes",
+            f"{local_size} processes on this node, but it has {torch.cuda.device_count()} GPUs",
+            f"start at most {torch.cuda.device_count()} processes a node, or use --use_cpu",
+        )
+    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(device)
+    # Both backends in one group: gradients kept in host memory (offload) are reduced there too.
+    backend = "cpu:gloo,cuda:nccl" if use_cuda else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    options: dict[str, Any] = {"backend": backend, "timeout": timeout}
+    if use_cuda:
+        options["device_id"] = device
+    if "MASTER_ADDR" in environ and "RANK" in environ:
+        dist.init_process_group(**options)
+    else:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+    state = Coordinator(size, rank, local_rank, local_size, device, backend, timeout_s)
+    state.host_group = dist.new_group(backend="gloo", timeout=timeout)
+    state.checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
+    return state
+
+
+class StopFlag:
+    """A request to stop, made by signals; idempotent (a launcher sends the same signal several times)."""
+
+    def __init__(self) -> None:
+        self.signal_name = ""
+        self.asked_at_s = 0.0
+
+    def ask(self, signal_name: str) -> None:
+        if not self.signal_name:
+            self.signal_name, self.asked_at_s = signal_name, time.monotonic()
+
+    def __bool__(self) -> bool:
+        return bool(self.signal_name)

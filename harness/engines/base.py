@@ -1,0 +1,168 @@
+"""What every engine offers the trainer, and the few pieces they share.
+
+An engine hides how parameters, gradients and optimizer state are spread over ranks. The trainer never asks which one it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from harness.args import Arguments
+from harness.batches import MicroBatch, StepBatch
+from harness.coordination import Coordinator
+from harness.ladder import MemorySettings
+from harness.modeling import documents
+
+
+@dataclasses.dataclass
+class Build:
+    """What an engine is built from.
+
+    Attributes:
+        args: all arguments of the run.
+        coordinator: this process among the others.
+        empty_model: harness.modeling.EmptyModel, to be filled and sharded.
+        settings: memory settings in force.
+        precision: "bf16", "fp16" or "fp32", resolved.
+        total_steps: optimizer steps of the whole run, for the schedule.
+    """
+
+    args: Arguments
+    coordinator: Coordinator
+    empty_model: Any
+    settings: MemorySettings
+    precision: str
+    total_steps: int
+
+
+class Engine(Protocol):
+    """The interface of all engines.
+
+    Attributes:
+        name: "ddp", "fsdp", "zero1", "zero2", "zero3", "device_map".
+        module: the model; the object to call is `wrapped`.
+        settings: memory settings in force.
+        optimizer, scheduler: the objects whose state a checkpoint holds.
+    """
+
+    name: str
+    module: nn.Module
+    settings: MemorySettings
+
+    def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
+        """Gradients of one optimizer step, cut by the settings.
+
+        Args:
+            batch: this rank's samples of the step.
+            num_label_tokens: label tokens of the whole step, over all ranks.
+
+        Returns:
+            This rank's sum of token losses, scalar float32 on the device; the host does not read it.
+        """
+
+    def step(self) -> Tensor:
+        """Clips, updates, advances the schedule, drops gradients. Returns the global gradient norm before clipping, on the device."""
+
+    def reset_step(self) -> None:
+        """After a failed forward or backward: as if the step had never begun."""
+
+    def eval_loss(self, micro: MicroBatch) -> Tensor:
+        """Sum of token losses of one evaluation batch, scalar float32 on the device, without gradients. Called equally often on all ranks."""
+
+    def learning_rate(self) -> float: ...
+
+    def num_skipped_steps(self) -> int:
+        """Updates left out so far because of non-finite gradients. Reads the device."""
+
+    def save(self, directory: Path) -> Future[None]:
+        """Starts writing weights, optimizer and schedule, sharded; called on all ranks. The future is done when this rank's files are."""
+
+    def load(self, directory: Path) -> None:
+        """Reads what `save` wrote, on all ranks."""
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by name, whole, one at a time; called on all ranks, values are valid on the main process."""
+
+    def apply(self, settings: MemorySettings) -> bool:
+        """Changes settings in process; False when that needs a rebuild or relaunch."""
+
+    def describe(self) -> str:
+        """Layout of devices and shards, one line."""
+
+    def close(self) -> None: ...
+
+
+def compute_dtype(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def micro_batch_loss(call: Callable[..., Tensor], micro: MicroBatch, device: torch.device) -> Tensor:
+    """Sum of token losses of a micro-batch: copies it to the device without waiting and calls the model with labels."""
+    move = {"device": device, "non_blocking": True}
+    ids = None if micro.document_ids is None else micro.document_ids.to(**move)
+    with documents(ids):
+        return call(input_ids=micro.input_ids.to(**move), position_ids=micro.position_ids.to(**move), labels=micro.labels.to(**move))
+
+
+def clip_and_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float, counter: Tensor) -> Tensor:
+    """Clips to the global norm and updates; an update with a non-finite norm is left out on every rank, counted in `counter`.
+
+    The norm is over all ranks, so all agree without a word. With an optimizer that takes `found_inf` the host never waits.
+
+    Args:
+        counter: scalar float32 on the device, raised by one for a left-out update.
+
+    Returns:
+        The norm before clipping, scalar on the device.
+    """
+    from harness.optim import takes_found_inf
+
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = norm.detach()
+    found_inf = (~torch.isfinite(norm)).float().to(counter.device)
+    counter += found_inf
+    if takes_found_inf(optimizer):
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not bool(found_inf):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def scaled_step(
+    scaler: torch.amp.GradScaler, parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float, counter: Tensor
+) -> tuple[Tensor, bool]:
+    """fp16's update: unscales, clips, and leaves the update out on all ranks where any gradient overflowed.
+
+    Returns:
+        The norm before clipping, and whether the update was made.
+    """
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    updated = scaler.get_scale() >= before
+    counter += float(not updated)
+    return norm.detach(), updated
+
+
+def advance(scheduler: Any) -> None:
+    """Steps a schedule; silent where the optimizer was stepped out of its sight (by a loss scaler)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        scheduler.step()

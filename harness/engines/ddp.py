@@ -1,0 +1,144 @@
+"""DDP, one GPU, one CPU process: every rank holds the whole model in float32 and computes in the run's precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.batches import MicroBatch, StepBatch
+from harness.engines import dcp
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step
+from harness.ladder import MemorySettings
+from harness.loss import install_loss
+from harness.modeling import fill, num_parameters, set_activation_checkpointing
+from harness.optim import build_optimizer, build_scheduler, parameter_groups
+
+
+class DdpEngine:
+    """Data parallel over whole copies of the model; with one process, plain training."""
+
+    def __init__(self, build: Build) -> None:
+        self.name = "ddp"
+        self.build, self.settings = build, build.settings
+        self.coordinator = build.coordinator
+        self.device = build.coordinator.device
+        train = build.args.train
+        self.module: Any = fill(build.empty_model, self.device, broadcast=self._broadcast)
+        install_loss(self.module, build.settings.loss_chunk_size)
+        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.module.train()
+        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
+        self.dtype = compute_dtype(build.precision)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
+        self.skipped = torch.zeros((), device=self.device)
+        self.wrapped: nn.Module = self._wrap()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self.coordinator.num_processes > 1:
+            torch.distributed.broadcast(tensor, src=0)
+
+    def _wrap(self) -> nn.Module:
+        train = self.build.args.train
+        if self.coordinator.num_processes == 1:
+            return self.module
+        options: dict[str, Any] = {"find_unused_parameters": bool(train.ddp_find_unused_parameters)}
+        if train.ddp_bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = train.ddp_bucket_cap_mb
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        # Every rank filled its copy with the same values, so nothing has to be sent at start.
+        return DistributedDataParallel(
+            self.module, device_ids=ids, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True, **options
+        )
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        # DDP averages gradients over ranks; the loss is a sum over all ranks' tokens.
+        scale = self.coordinator.num_processes / max(num_label_tokens, 1)
+        micros = batch.micro_batches(self.settings.micro_batch_size)
+        for index, micro in enumerate(micros):
+            last = index == len(micros) - 1
+            sync = contextlib.nullcontext() if last or self.wrapped is self.module else self.wrapped.no_sync()  # type: ignore[operator]
+            with sync:
+                with self._autocast():
+                    loss = micro_batch_loss(self.wrapped, micro, self.device)
+                self.scaler.scale(loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def step(self) -> Tensor:
+        parameters = list(self.module.parameters())
+        max_norm = self.build.args.train.max_grad_norm
+        if self.scaler.is_enabled():
+            norm, updated = scaled_step(self.scaler, parameters, self.optimizer, max_norm, self.skipped)
+        else:
+            norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True
+        if updated:
+            advance(self.scheduler)
+        return norm
+
+    def reset_step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.wrapped is not self.module:
+            # After a failed backward DDP's reducer waits for gradients that never come; a new one starts clean.
+            self.wrapped = self._wrap()
+
+    @torch.no_grad()
+    def eval_loss(self, micro: MicroBatch) -> Tensor:
+        self.module.eval()
+        try:
+            with self._autocast():
+                return micro_batch_loss(self.module, micro, self.device)
+        finally:
+            self.module.train()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def num_skipped_steps(self) -> int:
+        return int(self.skipped.item())
+
+    def loss_scale(self) -> float | None:
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
+
+    def save(self, directory: Path) -> Future[None]:
+        extra = {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "skipped": float(self.skipped.item())}
+        return dcp.save(directory, self.module, self.optimizer, extra, self.coordinator)
+
+    def load(self, directory: Path) -> None:
+        extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
+        if extra:
+            self.scheduler.load_state_dict(extra["scheduler"])
+            if extra.get("scaler"):
+                self.scaler.load_state_dict(extra["scaler"])
+            self.skipped.fill_(extra.get("skipped", 0.0))
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach()
+
+    def apply(self, settings: MemorySettings) -> bool:
+        reachable = {"micro_batch_size", "activation_checkpointing"}
+        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
+        if not changed <= reachable:
+            return False
+        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.settings = settings
+        return True
+
+    def describe(self) -> str:
+        copies = self.coordinator.num_processes
+        return f"{num_parameters(self.module):,} parameters, {copies} whole {'copy' if copies == 1 else 'copies'} in float32 on {self.device.type}"
+
+    def close(self) -> None:
+        self.wrapped = self.module

@@ -1,0 +1,200 @@
+"""FSDP2: torch's `fully_shard` on every decoder layer, applied by us.
+
+Not through `accelerator.prepare`: on CPU accelerate turns an FSDP config into DDP or into unconnected processes without a word, and
+recovery from out-of-memory needs the sharded parameters in our hands.
+
+Accumulation reduce-scatters every micro-batch: leaving the reduction out until the last one would keep whole float32 gradients on every
+rank, and the smaller micro-batch that was to save memory would cost it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from harness.batches import MicroBatch, StepBatch
+from harness.engines import dcp
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step
+from harness.findings import user_error
+from harness.fsdp_templates import FsdpTemplate
+from harness.ladder import MemorySettings
+from harness.loss import install_loss
+from harness.modeling import fill, layer_units, num_parameters, set_activation_checkpointing
+from harness.optim import build_optimizer, build_scheduler, parameter_groups
+
+
+def build_mesh(template: FsdpTemplate, num_processes: int, num_local_processes: int, device_type: str) -> DeviceMesh:
+    """One dimension of shards, or (replicas, shards) for hybrid sharding."""
+    replicas, shards = template.group_sizes(num_processes, num_local_processes)
+    if replicas == 1:
+        return init_device_mesh(device_type, (shards,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def units_to_wrap(model: nn.Module, template: FsdpTemplate) -> list[tuple[str, nn.Module]]:
+    """The modules that become a group of their own, by the template's policy.
+
+    Raises:
+        UserError: a class name that is not in the model; the message holds those that are.
+    """
+    if template.wrap_policy == "none":
+        return []
+    if template.wrap_policy == "size":
+        return [
+            (name, module)
+            for name, module in layer_units(model)
+            if sum(parameter.numel() for parameter in module.parameters()) >= template.min_num_params
+        ]
+    if not template.wrap_class_names:
+        return layer_units(model)
+    names = set(template.wrap_class_names)
+    present = {type(module).__name__ for module in model.modules()}
+    missing = sorted(names - present)
+    if missing:
+        blocks = sorted({type(module).__name__ for _, module in layer_units(model)}) or sorted(present)
+        raise user_error(
+            "fsdp_transformer_layer_cls_to_wrap", f"{', '.join(missing)} is not in {type(model).__name__}", f"use {', '.join(blocks)}"
+        )
+    return [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
+
+
+class FsdpEngine:
+    """Parameters, gradients and optimizer state sharded over the ranks as DTensors."""
+
+    def __init__(self, build: Build, template: FsdpTemplate) -> None:
+        self.name = "fsdp"
+        self.build, self.settings, self.template = build, build.settings, template
+        self.coordinator = build.coordinator
+        self.device = build.coordinator.device
+        train = build.args.train
+        # accelerate's YAML exports it; transformers would then leave ranks above 0 unfilled.
+        os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
+        self.mesh = build_mesh(template, self.coordinator.num_processes, self.coordinator.num_local_processes, self.device.type)
+        self.offload = build.settings.param_offload != "none"
+        self.options = self._options(build.precision)
+        self.wrap = {name for name, _ in units_to_wrap(build.empty_model.model, template)}
+        self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
+        install_loss(self.module, build.settings.loss_chunk_size)
+        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.module.train()
+        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
+        self.skipped = torch.zeros((), device="cpu" if self.offload else self.device)
+        self._assert_sharded()
+
+    def _options(self, precision: str) -> dict[str, Any]:
+        dtype = compute_dtype(precision)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
+        offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
+        return {
+            "mesh": self.mesh,
+            "mp_policy": policy,
+            "offload_policy": offload,
+            "reshard_after_forward": self.settings.reshard_after_forward,
+        }
+
+    def _shard(self, name: str, module: nn.Module) -> None:
+        if name in self.wrap or name == "":
+            # Blocks inside blocks (a wrapped class within another) were sharded by their own call.
+            fully_shard(module, **self.options)
+
+    def _assert_sharded(self) -> None:
+        parameters = list(self.module.parameters())
+        assert isinstance(self.module, FSDPModule) and all(isinstance(parameter, DTensor) for parameter in parameters), (
+            "FSDP2 was asked for, but not every parameter is sharded"
+        )
+
+    def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        # The reduce-scatter averages over all ranks; the loss is a sum over all ranks' tokens.
+        scale = self.coordinator.num_processes / max(num_label_tokens, 1)
+        for micro in batch.micro_batches(self.settings.micro_batch_size):
+            loss = micro_batch_loss(self.module, micro, self.device)
+            self.scaler.scale(loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def step(self) -> Tensor:
+        parameters = list(self.module.parameters())
+        max_norm = self.build.args.train.max_grad_norm
+        if self.scaler.is_enabled():
+            norm, updated = scaled_step(self.scaler, parameters, self.optimizer, max_norm, self.skipped)
+        else:
+            norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True
+        if updated:
+            advance(self.scheduler)
+        return norm
+
+    def reset_step(self) -> None:
+        # Public reset where torch has it (2.13); the second zero_grad drops what the reset moved to the sharded parameters.
+        self.module.zero_grad()
+        if hasattr(self.module, "reset_iter_state"):
+            self.module.reset_iter_state()
+        self.module.zero_grad()
+
+    @torch.no_grad()
+    def eval_loss(self, micro: MicroBatch) -> Tensor:
+        self.module.eval()
+        try:
+            return micro_batch_loss(self.module, micro, self.device)
+        finally:
+            self.module.train()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def num_skipped_steps(self) -> int:
+        return int(self.skipped.item())
+
+    def loss_scale(self) -> float | None:
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
+
+    def save(self, directory: Path) -> Future[None]:
+        extra = {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "skipped": float(self.skipped.item())}
+        return dcp.save(directory, self.module, self.optimizer, extra, self.coordinator)
+
+    def load(self, directory: Path) -> None:
+        extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
+        if extra:
+            self.scheduler.load_state_dict(extra["scheduler"])
+            if extra.get("scaler") and self.scaler.is_enabled():
+                self.scaler.load_state_dict(extra["scaler"])
+            self.skipped.fill_(extra.get("skipped", 0.0))
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter.detach().to(self.device).full_tensor()
+
+    def apply(self, settings: MemorySettings) -> bool:
+        reachable = {"micro_batch_size", "activation_checkpointing", "reshard_after_forward"}
+        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
+        if not changed <= reachable:
+            return False
+        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        if "reshard_after_forward" in changed:
+            self.module.set_reshard_after_forward(settings.reshard_after_forward)
+        self.settings = settings
+        return True
+
+    def describe(self) -> str:
+        sizes = " x ".join(f"{size} {name}" for size, name in zip(self.mesh.shape, self.mesh.mesh_dim_names or (), strict=True))
+        local = sum(parameter.to_local().numel() for parameter in self.module.parameters())
+        where = "host memory" if self.offload else self.device.type
+        return (
+            f"{num_parameters(self.module):,} parameters, mesh {sizes}, {local:,} of them float32 on this rank in {where}, "
+            f"{len(self.wrap)} wrapped blocks"
+        )
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,237 @@
+"""DeepSpeed ZeRO, stages 1 to 3, on the user's JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from harness.batches import MicroBatch, StepBatch
+from harness.engines.base import Build, micro_batch_loss
+from harness.ladder import MemorySettings
+from harness.loss import install_loss
+from harness.modeling import fill, num_parameters, set_activation_checkpointing
+from harness.optim import build_optimizer, build_scheduler, parameter_groups
+
+_TAG = "zero"
+
+
+class BackgroundCheckpointEngine(TorchCheckpointEngine):
+    """DeepSpeed's writer of checkpoint files, from host copies in a thread of its own, so that training goes on meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
+        self.pending: list[Future[None]] = []
+
+    def save(self, state_dict: Any, path: str) -> None:
+        copy = tree_map(lambda item: item.detach().to("cpu", copy=True) if isinstance(item, Tensor) else item, state_dict)
+        self.pending.append(self.threads.submit(torch.save, copy, path))
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+    def take_pending(self) -> Future[None]:
+        """One future for everything submitted so far."""
+        jobs, self.pending = self.pending, []
+
+        def wait() -> None:
+            for job in jobs:
+                job.result()
+
+        # The single thread runs this after the jobs before it.
+        return self.threads.submit(wait)
+
+
+class ZeroEngine:
+    """A DeepSpeed engine behind the trainer's interface. `ds_config` is the JSON with every "auto" filled."""
+
+    def __init__(self, build: Build, ds_config: dict[str, Any]) -> None:
+        self.build, self.settings, self.ds_config = build, build.settings, ds_config
+        self.coordinator = build.coordinator
+        self.device = build.coordinator.device
+        self.stage = int(ds_config["zero_optimization"]["stage"])
+        self.name = f"zero{self.stage}"
+        train = build.args.train
+        if not deepspeed.comm.is_initialized():
+            # Adopts the process group that is already there; another one would not see the same ranks at the same time.
+            deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", dist_init_required=False)
+        self.module: Any = fill(build.empty_model, self.device, self._partition if self.stage == 3 else None, broadcast=self._broadcast)
+        install_loss(self.module, build.settings.loss_chunk_size)
+        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        optimizer = None if "optimizer" in ds_config else self._build_optimizer()
+        scheduler = None
+        if "scheduler" not in ds_config:
+
+            def scheduler(made: torch.optim.Optimizer) -> Any:
+                return build_scheduler(made, train, build.total_steps)
+
+        groups = None if optimizer is not None else parameter_groups(self.module.named_parameters(), self._weight_decay())
+        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=self.module,
+            config=ds_config,
+            optimizer=optimizer,
+            model_parameters=groups,
+            lr_scheduler=scheduler,
+            dist_init_required=False,
+        )
+        self.writer = BackgroundCheckpointEngine()
+        self.engine.checkpoint_engine = self.writer
+        self.num_bad_losses = 0
+        self.bad_loss = False
+        self.engine.train()
+        assert self.engine.zero_optimization_stage() == self.stage, f"ZeRO-{self.stage} was asked for, DeepSpeed runs another stage"
+
+    def _weight_decay(self) -> float:
+        decay = self.ds_config["optimizer"].get("params", {}).get("weight_decay", self.build.args.train.weight_decay)
+        return float(decay)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        train = self.build.args.train
+        groups = parameter_groups(self.module.named_parameters(), train.weight_decay)
+        device = self.ds_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none")
+        if device != "none" and train.optim.startswith("adamw"):
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            adam = {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
+            return DeepSpeedCPUAdam(groups, adamw_mode=True, **adam)
+        return build_optimizer(groups, train)
+
+    def _partition(self, name: str, module: nn.Module) -> None:
+        """Shards a filled block over the ranks at once, so that no rank ever holds the whole model."""
+        deepspeed.zero.Init(module=module, config_dict_or_path=self.ds_config)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self.coordinator.num_processes > 1:
+            torch.distributed.broadcast(tensor, src=0)
+
+    def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        # DeepSpeed averages gradients over ranks; the loss is a sum over all ranks' tokens.
+        scale = self.coordinator.num_processes / max(num_label_tokens, 1)
+        micros = batch.micro_batches(self.settings.micro_batch_size)
+        for index, micro in enumerate(micros):
+            self.engine.set_gradient_accumulation_boundary(index == len(micros) - 1)
+            loss = micro_batch_loss(self.engine, micro, self.device)
+            self.engine.backward(loss * scale, scale_wrt_gas=False)
+            total += loss.detach()
+        # DeepSpeed reads the device many times a step, so one more costs nothing.
+        self.bad_loss = not math.isfinite(float(total))
+        return total
+
+    def step(self) -> Tensor:
+        if self.coordinator.max([float(self.bad_loss)], "loss is finite")[0]:
+            # float32 runs of DeepSpeed do not look for non-finite gradients themselves.
+            if not self.engine.fp16_enabled():
+                self.reset_step()
+                self.num_bad_losses += 1
+                return torch.tensor(float("nan"))
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm()
+        return torch.as_tensor(float("nan") if norm is None else float(norm))
+
+    def reset_step(self) -> None:
+        optimizer = self.engine.optimizer
+        if self.stage == 3:
+            self._reset_stage3(optimizer)
+        else:
+            self._reset_stage12(optimizer)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        optimizer.zero_grad(set_to_none=True)
+
+    def _reset_stage3(self, optimizer: Any) -> None:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        coordinator = optimizer.parameter_offload.get_param_coordinator()
+        coordinator.release_backward_leftovers()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+        for parameter in self.module.parameters():
+            if parameter.ds_status == ZeroParamStatus.INFLIGHT:  # marked, but its gather never began
+                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self.engine.empty_partition_cache()
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.params.clear()
+            bucket.elements = 0
+
+    def _reset_stage12(self, optimizer: Any) -> None:
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+            bucket.index = 0
+        optimizer._clear_previous_reduced_grads()
+        optimizer.reset_partition_gradient_structures()
+        for index in range(len(optimizer.params_already_reduced)):
+            optimizer.params_already_reduced[index] = False
+        optimizer.grads_in_partition = None
+        optimizer.grads_in_partition_offset = 0
+        optimizer.averaged_gradients = {}
+        optimizer.micro_step_id = -1
+
+    @torch.no_grad()
+    def eval_loss(self, micro: MicroBatch) -> Tensor:
+        self.engine.eval()
+        try:
+            return micro_batch_loss(self.engine, micro, self.device)
+        finally:
+            self.engine.train()
+
+    def learning_rate(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def num_skipped_steps(self) -> int:
+        return int(self.engine.skipped_steps) + self.num_bad_losses
+
+    def loss_scale(self) -> float | None:
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else None
+
+    def save(self, directory: Path) -> Future[None]:
+        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state={"num_bad_losses": self.num_bad_losses}, save_latest=False)
+        return self.writer.take_pending()
+
+    def load(self, directory: Path) -> None:
+        path, client = self.engine.load_checkpoint(str(directory), tag=_TAG)
+        assert path is not None, f"DeepSpeed found nothing to load in {directory}"
+        self.num_bad_losses = int(client.get("num_bad_losses", 0))
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.named_parameters():
+            if self.stage < 3:
+                yield name, parameter.detach()
+                continue
+            with deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone()
+
+    def apply(self, settings: MemorySettings) -> bool:
+        reachable = {"micro_batch_size", "activation_checkpointing"}
+        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
+        if not changed <= reachable:
+            return False
+        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.engine.set_train_micro_batch_size(settings.micro_batch_size)
+        self.settings = settings
+        return True
+
+    def describe(self) -> str:
+        zero = self.ds_config["zero_optimization"]
+        offload = [
+            f"{key.removeprefix('offload_')} in {zero[key]['device']}" for key in ("offload_optimizer", "offload_param") if key in zero
+        ]
+        return (
+            f"{num_parameters(self.module):,} parameters, ZeRO stage {self.stage} over {self.coordinator.num_processes} processes"
+            + (", " + ", ".join(offload) if offload else "")
+            + f", optimizer {type(self.engine.optimizer.optimizer).__name__}"
+        )
+
+    def close(self) -> None:
+        self.writer.threads.shutdown(wait=True)
+        self.engine.destroy()

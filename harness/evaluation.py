@@ -1,0 +1,69 @@
+"""Token-weighted loss and perplexity over the evaluation set: only sums travel between ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from harness.batches import MicroBatch
+from harness.coordination import Coordinator
+
+log = logging.getLogger("harness")
+
+
+class Evaluator:
+    """Evaluates when it is due.
+
+    Args:
+        batches: makes this rank's evaluation batches; the same number on every rank.
+        eval_loss: the engine's.
+        every_steps: interval in optimizer steps; 0 never.
+        on_result: called with (metrics) after each evaluation.
+    """
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterable[MicroBatch]],
+        eval_loss: Callable[[MicroBatch], torch.Tensor],
+        coordinator: Coordinator,
+        *,
+        every_steps: int,
+        on_result: Callable[[dict[str, float], Any], None],
+    ) -> None:
+        self.batches, self.eval_loss, self.coordinator = batches, eval_loss, coordinator
+        self.every_steps, self.on_result = every_steps, on_result
+        self.last_step = -1
+
+    def maybe_run(self, state: Any) -> None:
+        """Evaluates when the state's step is a multiple of the interval."""
+        if self.every_steps and state.step % self.every_steps == 0:
+            self.run(state)
+
+    def run(self, state: Any) -> dict[str, float]:
+        """Evaluates now, unless this step was evaluated already. Returns eval_loss (nats per token) and eval_perplexity."""
+        if self.last_step == state.step:
+            return dict(state.last_evaluation)
+        self.last_step = state.step
+        started = time.monotonic()
+        loss_sum: torch.Tensor | None = None
+        num_tokens = 0
+        for micro in self.batches():
+            value = self.eval_loss(micro)
+            loss_sum = value if loss_sum is None else loss_sum + value
+            num_tokens += micro.num_label_tokens
+        total, count = self.coordinator.sum([0.0 if loss_sum is None else float(loss_sum), num_tokens], "evaluation")
+        loss = total / count if count else float("nan")
+        result = {
+            "eval_loss": loss,
+            "eval_perplexity": math.exp(loss) if loss < 700 else float("inf"),
+            "eval_num_label_tokens": count,
+            "eval_runtime_s": round(time.monotonic() - started, 3),
+        }
+        state.last_evaluation = result
+        self.on_result(result, state)
+        return result

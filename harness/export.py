@@ -1,0 +1,123 @@
+"""A model as `from_pretrained` reads it: safetensors shards, config, tokenizer, written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_SHARD_BYTES = 4 * 2**30
+
+
+class _Shards:
+    """Collects tensors and writes a file whenever enough have come."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+        self.held: dict[str, Tensor] = {}
+        self.held_bytes = 0
+        self.files: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * tensor.element_size()
+        if self.held and self.held_bytes + size > self.max_bytes:
+            self.flush()
+        self.held[name] = tensor
+        self.held_bytes += size
+        self.total_bytes += size
+
+    def flush(self) -> None:
+        from safetensors.torch import save_file
+
+        if self.held:
+            save_file(self.held, str(self.folder / f"part-{len(self.files)}"), metadata={"format": "pt"})
+            self.files.append(list(self.held))
+            self.held, self.held_bytes = {}, 0
+
+    def finish(self) -> None:
+        """Gives the files their final names and writes the index."""
+        self.flush()
+        count = len(self.files)
+        if count == 1:
+            os.replace(self.folder / "part-0", self.folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self.files):
+            file_name = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            os.replace(self.folder / f"part-{index}", self.folder / file_name)
+            weight_map.update(dict.fromkeys(names, file_name))
+        index_json = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1), encoding="utf-8")
+
+
+def export_model(
+    folder: Path,
+    weights: Iterator[tuple[str, Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    config: Any,
+    tokenizer: Any,
+    *,
+    dtype: torch.dtype,
+    is_main_process: bool,
+    generation_config: Any = None,
+    card: str = "",
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a model folder; called on every rank, because each weight is gathered by all; only the main process writes.
+
+    Host memory is bounded by one shard file, device memory by one tensor.
+
+    Args:
+        weights: (name, whole tensor) one at a time; tied ones once.
+        shapes: expected shape of each, from a model built from the config.
+        card: text of README.md.
+
+    Raises:
+        RuntimeError: a tensor has another shape than the config-built model's, or one is missing; the folder is removed.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    if is_main_process:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    shards = _Shards(temporary, max_shard_bytes)
+    missing = set(shapes)
+    wrong: list[str] = []
+    for name, tensor in weights:
+        if not is_main_process:
+            continue
+        missing.discard(name)
+        if shapes.get(name) != tuple(tensor.shape):
+            wrong.append(f"{name} has shape {tuple(tensor.shape)}, not {shapes.get(name)}")
+            continue
+        # .to copies; a view into a bigger buffer would write the buffer.
+        shards.add(name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous())
+    if not is_main_process:
+        return
+    if wrong or missing:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RuntimeError("the export would not load: " + "; ".join([*wrong, *(f"{name} is missing" for name in sorted(missing))]))
+    shards.finish()
+    saved = type(config).from_dict(config.to_dict())
+    saved.dtype = dtype
+    saved.use_cache = True
+    saved.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    if generation_config is not None:
+        generation_config.save_pretrained(temporary)
+    if card:
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+    if folder.exists():
+        old = folder.with_name(f".old-{folder.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(temporary, folder)

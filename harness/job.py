@@ -1,0 +1,391 @@
+"""Puts the parts of one training job together, in order: folder, data, model, engine, resume, loop, export."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import checkpoint_files, modeling, run_folder
+from harness.args import Arguments
+from harness.batches import MicroBatch
+from harness.checkpoint import Checkpointer
+from harness.coordination import Coordinator, StopFlag, setup_logging
+from harness.data import prepare_data
+from harness.engines.base import Engine, compute_dtype
+from harness.engines.build import build_engine, initial_settings, master_dtype, resolve_precision
+from harness.evaluation import Evaluator
+from harness.export import export_model
+from harness.findings import UserError, user_error
+from harness.metrics import METRICS_FILE, MetricsLog
+from harness.recovery import Recovery
+from harness.step_loader import StepLoader, eval_batches
+from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
+
+log = logging.getLogger("harness")
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Logs start, end and duration of a part of the job."""
+    started = time.monotonic()
+    log.info("%s: start", name)
+    yield
+    log.info("%s: done in %.1f s", name, time.monotonic() - started)
+
+
+def agree(coordinator: Coordinator, function: Any, *args: Any) -> Any:
+    """Runs something on the main process; its result, or its UserError, on all ranks."""
+    result: Any = None
+    findings: list[Any] | None = None
+    if coordinator.is_main_process:
+        try:
+            result = function(*args)
+        except UserError as error:
+            findings = error.findings
+    result, findings = coordinator.broadcast((result, findings))
+    if findings is not None:
+        raise UserError(findings)
+    return result
+
+
+def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: contextlib.ExitStack) -> None:
+    """Takes the run's folder: lock, refusal of other runs, log files. Errors are the same on all ranks."""
+
+    def take() -> list[Any]:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if folder.is_dir():
+            try:
+                stack.enter_context(run_folder.locked(folder))
+            except OSError as error:
+                raise user_error(
+                    "--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to"
+                ) from None
+        findings = run_folder.prepare(folder, args)
+        (folder / "exit.json").unlink(missing_ok=True)
+        return findings
+
+    findings = agree(coordinator, take)
+    setup_logging(folder, debug=args.train.debug)
+    for finding in findings:
+        log.warning("%s", finding.line())
+    changed = ", ".join(f"{name}={value}" for name, value in args.non_defaults().items())
+    log.info("arguments that differ from the defaults: %s", changed)
+
+
+def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator, stop: StopFlag, train_dataset: Any = None) -> bool:
+    """Trains and exports. Returns True when the run is finished, False when it was asked to stop and has saved."""
+    _seed(args, coordinator)
+    config = modeling.load_config(args.model)
+    tokenizer = modeling.load_tokenizer(args.model)
+    with phase("data"):
+        prepared = prepare_data(
+            args.data,
+            tokenizer,
+            max_positions=modeling.max_positions(config),
+            seed=args.train.seed,
+            say=log.info,
+            is_local_main=coordinator.is_local_main_process,
+            **({} if train_dataset is None else {"train_dataset": train_dataset}),
+        )
+    precision = resolve_precision(args.train.precision, coordinator.device)
+    loader, plan = _plan(args, prepared, tokenizer, coordinator)
+    with phase("model"):
+        empty = modeling.build_empty(args.model, config, tokenizer, dtype=master_dtype(engine_name, precision), seed=args.train.seed)
+        shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
+        _check_model(args, empty, prepared)
+        settings = initial_settings(args, engine_name)
+        engine, template = build_engine(engine_name, args, coordinator, empty, settings, precision, plan.max_steps)
+    if coordinator.is_main_process:
+        run_folder.write_facts(folder, args, engine.name, template)
+    # Dropout differs between ranks, and does not depend on how the model was filled.
+    _seed(args, coordinator, coordinator.process_index)
+    metrics = _metrics(args, folder, coordinator, plan)
+    checkpointer = Checkpointer(
+        folder,
+        engine,
+        coordinator,
+        keep=args.train.save_total_limit,
+        state_bytes=12 * modeling.num_parameters(engine.module),
+        on_event=metrics.event,
+    )
+    trainer = _trainer(args, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config)
+    _resume(args, trainer, checkpointer, coordinator, metrics)
+    try:
+        with phase("training"):
+            finished = trainer.train()
+        if finished:
+            _load_best(args, trainer, checkpointer)
+            if args.train.save_final:
+                with phase("export"):
+                    _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state)
+    finally:
+        metrics.close()
+        engine.close()
+    if coordinator.is_main_process:
+        _say_where(folder, finished)
+    return finished
+
+
+def _seed(args: Arguments, coordinator: Coordinator, offset: int = 0) -> None:
+    import numpy as np
+
+    seed = args.train.seed + offset
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    if args.train.full_determinism:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if args.train.tf32 is not None:
+        torch.backends.cuda.matmul.allow_tf32 = args.train.tf32
+        torch.backends.cudnn.allow_tf32 = args.train.tf32
+
+
+def _accumulation(args: Arguments, num_processes: int) -> int:
+    """Micro-batches per optimizer step.
+
+    Raises:
+        UserError: `--target_batch_size` cannot be cut evenly.
+    """
+    train = args.train
+    if train.target_batch_size is None:
+        return train.gradient_accumulation_steps
+    per_round = train.per_device_train_batch_size * num_processes
+    if train.target_batch_size % per_round:
+        near = max(1, round(train.target_batch_size / per_round)) * per_round
+        raise user_error(
+            "--target_batch_size",
+            f"{train.target_batch_size} is not a multiple of {train.per_device_train_batch_size} samples x {num_processes} processes = {per_round}",
+            f"use {near}, or change --per_device_train_batch_size",
+        )
+    return train.target_batch_size // per_round
+
+
+def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinator) -> tuple[StepLoader, RunPlan]:
+    train, data = args.train, args.data
+    accumulation = _accumulation(args, coordinator.num_processes)
+    train.gradient_accumulation_steps = accumulation
+    global_batch_size = train.per_device_train_batch_size * accumulation * coordinator.num_processes
+    loader = StepLoader(
+        prepared.train,
+        global_batch_size=global_batch_size,
+        num_processes=coordinator.num_processes,
+        process_index=coordinator.process_index,
+        seed=train.seed if train.data_seed is None else train.data_seed,
+        strategy=getattr(data, "train_sampling_strategy", "random"),
+        drop_last=bool(getattr(data, "dataloader_drop_last", False)),
+        num_workers=getattr(data, "dataloader_num_workers", 0),
+        pad_id=_pad_id(tokenizer),
+        pin_memory=coordinator.device.type == "cuda",
+    )
+    plan = plan_run(
+        train,
+        steps_per_epoch=loader.steps_per_epoch,
+        global_batch_size=global_batch_size,
+        has_evaluation=prepared.evaluation is not None,
+    )
+    log.info("%s", loader.describe())
+    log.info("%d optimizer steps of %d samples", plan.max_steps, plan.global_batch_size)
+    return loader, plan
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0))
+
+
+def _check_model(args: Arguments, empty: modeling.EmptyModel, prepared: Any) -> None:
+    isolated = not getattr(args.data, "no_document_isolation", False) and getattr(args.data, "packing", "concat") != "none"
+    if isolated and not modeling.can_isolate(empty.model):
+        raise user_error(
+            "--no_document_isolation",
+            f"{type(empty.model).__name__} cannot keep the documents of a pack apart",
+            "add --no_document_isolation, or use --packing none",
+        )
+
+
+def _metrics(args: Arguments, folder: Path, coordinator: Coordinator, plan: RunPlan) -> MetricsLog:
+    trackers: list[Any] = []
+    if coordinator.is_main_process and any(name not in ("none", "") for name in args.train.report_to):
+        from harness.trackers import start_trackers
+
+        trackers = start_trackers(args.train.report_to, args.train.run_name, folder, args.to_dict())
+    bar = None if args.train.disable_tqdm is None else not args.train.disable_tqdm
+    return MetricsLog(
+        folder,
+        enabled=coordinator.is_main_process,
+        trackers=trackers,
+        max_steps=plan.max_steps,
+        progress_bar=bar,
+        write_line=log.info,
+    )
+
+
+def _trainer(
+    args: Arguments,
+    engine: Engine,
+    loader: StepLoader,
+    plan: RunPlan,
+    coordinator: Coordinator,
+    stop: StopFlag,
+    checkpointer: Checkpointer,
+    prepared: Any,
+    metrics: MetricsLog,
+    config: Any,
+) -> Trainer:
+    flops, peak = _flops(engine, config, prepared, coordinator)
+    trainer = Trainer(
+        train=args.train,
+        engine=engine,
+        batches=loader.prefetching,
+        plan=plan,
+        coordinator=coordinator,
+        recovery=Recovery(coordinator, stop),
+        checkpointer=checkpointer,
+        evaluator=None,
+        metrics=metrics,
+        watch=StepWatch(coordinator, flops, peak),
+        identity={
+            "engine": engine.name,
+            "num_processes": coordinator.num_processes,
+            "global_batch_size": plan.global_batch_size,
+            "steps_per_epoch": plan.steps_per_epoch,
+            "max_steps": plan.max_steps,
+            "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
+            "packages": run_folder.environment()["packages"],
+        },
+    )
+    if prepared.evaluation is not None:
+        trainer.evaluator = Evaluator(
+            lambda: _evaluation_batches(args, prepared, coordinator, loader),
+            engine.eval_loss,
+            coordinator,
+            every_steps=plan.eval_steps,
+            on_result=trainer.note_evaluation,
+        )
+    return trainer
+
+
+def _evaluation_batches(args: Arguments, prepared: Any, coordinator: Coordinator, loader: StepLoader) -> Iterator[MicroBatch]:
+    return eval_batches(
+        prepared.evaluation,
+        args.train.per_device_eval_batch_size,
+        coordinator.num_processes,
+        coordinator.process_index,
+        pad_id=loader.pad_id,
+        pin_memory=coordinator.device.type == "cuda",
+    )
+
+
+def _flops(engine: Engine, config: Any, prepared: Any, coordinator: Coordinator) -> tuple[float, float | None]:
+    """Model FLOPs per token and this device's peak FLOP/s, for MFU."""
+    if importlib.util.find_spec("harness.monitor") is None:
+        return 0.0, None
+    from harness import monitor
+
+    sequence = int(getattr(prepared.train, "longest", 0) or 0)
+    flops = monitor.model_flops_per_token(config, sequence, modeling.num_parameters(engine.module))
+    name = torch.cuda.get_device_name(coordinator.device) if coordinator.device.type == "cuda" else ""
+    return flops, monitor.peak_flops(name)
+
+
+def _resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordinator: Coordinator, metrics: MetricsLog) -> None:
+    wanted = args.train.resume_from_checkpoint or "auto"
+    found = checkpointer.find("auto" if wanted.lower() == "true" else wanted)
+    if found is None:
+        return
+    saved = json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
+    _check_resume(saved["run"], trainer)
+    with phase(f"resume from {found}"):
+        checkpointer.load(found)
+    trainer.state = TrainState.from_dict(saved["state"])
+    metrics.event("resume", step=trainer.state.step, path=str(found))
+    log.info("resuming at step %d of %d", trainer.state.step, trainer.plan.max_steps)
+
+
+def _check_resume(saved: dict[str, Any], trainer: Trainer) -> None:
+    """Refuses what would not continue the same run."""
+    now = trainer.identity
+    problems = []
+
+    def bad(message: str, fix: str) -> None:
+        problems.append(user_error("--resume_from_checkpoint", message, fix).findings[0])
+
+    if saved["global_batch_size"] != now["global_batch_size"]:
+        bad(
+            f"the checkpoint was trained with {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}",
+            f"keep micro-batch x accumulation x processes = {saved['global_batch_size']} (--target_batch_size {saved['global_batch_size']})",
+        )
+    if saved["data_fingerprint"] != now["data_fingerprint"]:
+        bad("the training data or its preparation has changed", "resume with the same data, or train in another --output_dir")
+    zero = str(saved["engine"]).startswith("zero") or str(now["engine"]).startswith("zero")
+    if zero and saved["engine"] != now["engine"]:
+        bad(f"the checkpoint is of engine {saved['engine']}, this run uses {now['engine']}", "use the same engine, or start from final/")
+    elif zero and saved["num_processes"] != now["num_processes"]:
+        bad(
+            f"the ZeRO checkpoint was saved by {saved['num_processes']} processes, this run has {now['num_processes']}",
+            f"start {saved['num_processes']} processes, or start from the weights alone (optimizer and schedule begin anew)",
+        )
+    if problems:
+        raise UserError(problems)
+
+
+def _load_best(args: Arguments, trainer: Trainer, checkpointer: Checkpointer) -> None:
+    state = trainer.state
+    if not args.train.load_best_model_at_end or state.best_step < 0 or state.best_step == state.step:
+        return
+    best = checkpointer.output_dir / checkpoint_files.checkpoint_name(state.best_step)
+    log.info("loading the best model: step %d, %s %.6f", state.best_step, args.train.metric_for_best_model, state.best_metric or 0.0)
+    checkpointer.load(best)
+
+
+def _export(
+    folder: Path,
+    engine: Engine,
+    shapes: dict[str, tuple[int, ...]],
+    empty: modeling.EmptyModel,
+    tokenizer: Any,
+    precision: str,
+    coordinator: Coordinator,
+    state: TrainState,
+) -> None:
+    card = (
+        f"# {type(empty.model).__name__}\n\nTrained for {state.step} optimizer steps on {state.num_label_tokens:,} label tokens"
+        f" with engine {engine.name} in {precision}.\n"
+    )
+    export_model(
+        folder,
+        engine.full_weights(),
+        shapes,
+        empty.config,
+        tokenizer,
+        dtype=compute_dtype(precision),
+        is_main_process=coordinator.is_main_process,
+        generation_config=getattr(empty.model, "generation_config", None),
+        card=card,
+    )
+    coordinator.wait_for_everyone("export")
+
+
+def _say_where(folder: Path, finished: bool) -> None:
+    """Ends the log with where everything is, and draws the loss."""
+    if importlib.util.find_spec("matplotlib") is not None and (folder / METRICS_FILE).exists():
+        from harness.parse_log import plot_losses
+
+        (folder / "plots").mkdir(exist_ok=True)
+        with contextlib.suppress(ValueError):  # no row to draw yet
+            plot_losses(folder / METRICS_FILE, folder / "plots" / "loss.png")
+    parts = [("final model", "final"), ("metrics", METRICS_FILE), ("log", "train.log"), ("loss plot", "plots/loss.png")]
+    for label, name in parts:
+        if (folder / name).exists():
+            log.info("%-12s %s", label + ":", folder / name)
+    if not finished:
+        log.info("run the same command again to go on")

@@ -1,0 +1,480 @@
+"""Models and tokenizers: any causal LM of transformers, built empty and filled one block at a time.
+
+No rank ever holds a whole model that it shards: the model is created on the meta device, then each block (decoder layer) is
+materialised, filled from the checkpoint's safetensors files or initialised, handed to the engine to shard, and the next one follows.
+Host memory is bounded by one block; weights are the same under every engine and on every number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.args import ModelArguments
+from harness.findings import UserError, user_error
+
+log = logging.getLogger("harness")
+
+BYTES_TOKENIZER = "bytes"
+
+
+# ---------------------------------------------------------------------------------------------------------------- tokenizer
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer whose tokens are the 256 bytes, plus <|bos|>, <|eos|> and <|pad|>; saved and loaded like any other.
+
+    Text of any kind goes in and comes out unchanged.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=10**9,
+    )
+
+
+def load_tokenizer(args: ModelArguments) -> Any:
+    """The tokenizer of `--tokenizer_name`, or the model's own.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    if args.tokenizer_name == BYTES_TOKENIZER:
+        return byte_tokenizer()
+    name = args.tokenizer_name or args.model_name_or_path
+    if name is None and args.config_name and Path(args.config_name).is_dir():
+        name = args.config_name
+    if name is None:
+        raise user_error("--tokenizer_name", "training from scratch needs a tokenizer", "give one, or --tokenizer_name bytes")
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise user_error("--tokenizer_name", f"no tokenizer in {name}: {str(error).splitlines()[0]}", "check the path or name") from None
+
+
+# ------------------------------------------------------------------------------------------------------------------- config
+
+
+def load_config(args: ModelArguments) -> Any:
+    """The model's config, with `--config_overrides` applied when training from scratch.
+
+    Raises:
+        UserError: no such folder, file, model type or config attribute.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if args.model_type and not args.config_name:
+        if args.model_type not in CONFIG_MAPPING:
+            import difflib
+
+            close = difflib.get_close_matches(args.model_type, list(CONFIG_MAPPING.keys()), n=1)
+            raise user_error("--model_type", f"unknown architecture {args.model_type}", f"did you mean {close[0]}?" if close else "")
+        config = CONFIG_MAPPING[args.model_type]()
+    else:
+        source = args.config_name or args.model_name_or_path
+        key = "--config_name" if args.config_name else "--model_name_or_path"
+        assert source is not None
+        if (os.sep in source or source.startswith(".")) and not Path(source).exists():
+            raise user_error(key, f"{source} does not exist", "give an existing folder, or a hub name like gpt2")
+        try:
+            config = AutoConfig.from_pretrained(
+                source, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
+            )
+        except (OSError, ValueError, json.JSONDecodeError) as error:
+            raise user_error(key, f"no model config in {source}: {str(error).splitlines()[0]}", "check the path or name") from None
+    if args.config_overrides:
+        _override(config, args.config_overrides)
+    config.use_cache = False
+    return config
+
+
+def _override(config: Any, text: str) -> None:
+    """Applies 'name=value,name=value' to a config; values take the type of what they replace."""
+    problems = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = part.partition("=")
+        if not equals or not hasattr(config, name):
+            message = f"'{part}' is not name=value" if not equals else f"{type(config).__name__} has no '{name}'"
+            problems.append(user_error("--config_overrides", message, "use the names of the model's config.json").findings[0])
+            continue
+        old = getattr(config, name)
+        try:
+            parsed = json.loads(value.lower() if value.lower() in ("true", "false", "none", "null") else value)
+        except json.JSONDecodeError:
+            parsed = None if value.lower() == "none" else value
+        number = isinstance(old, (int, float)) and not isinstance(old, bool)
+        if number and (isinstance(parsed, bool) or not isinstance(parsed, (int, float))):
+            problems.append(user_error("--config_overrides", f"{name}={value} is not a number", f"it is {old} now").findings[0])
+            continue
+        setattr(config, name, type(old)(parsed) if isinstance(old, float) and number else parsed)
+    if problems:
+        raise UserError(problems)
+
+
+def max_positions(config: Any) -> int | None:
+    """Longest sequence the model takes, tokens; None where the config sets no limit."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+def fit_vocabulary(config: Any, tokenizer: Any, args: ModelArguments) -> None:
+    """From scratch: the vocabulary is the tokenizer's, and special ids are its too, unless the user set the vocabulary."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if "vocab_size=" not in (args.config_overrides or "") and not args.config_name:
+        text.vocab_size = len(tokenizer)
+    if text.vocab_size < len(tokenizer):
+        raise user_error(
+            "--config_overrides", f"vocab_size {text.vocab_size} is less than the tokenizer's {len(tokenizer)} tokens", "raise it"
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+
+
+# ------------------------------------------------------------------------------------------------------- building and filling
+
+
+@dataclasses.dataclass
+class EmptyModel:
+    """A model on the meta device, with what is needed to fill it.
+
+    Attributes:
+        source: folder with safetensors to load, or None to initialise from scratch.
+        dtype: dtype of its parameters when materialised.
+    """
+
+    model: Any
+    config: Any
+    source: Path | None
+    dtype: torch.dtype
+    seed: int
+
+
+def layer_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The blocks that are never split: decoder layers by the model's `_no_split_modules`, else the longest list of equal modules."""
+    names = set(getattr(model, "_no_split_modules", None) or [])
+    found: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if type(module).__name__ in names and not any(name.startswith(outer + ".") for outer, _ in found):
+            found.append((name, module))
+    if found:
+        return found
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
+    lists = [(name, module) for name, module in lists if len({type(item) for item in module}) == 1]
+    if not lists:
+        return []
+    name, longest = max(lists, key=lambda item: len(item[1]))
+    return [(f"{name}.{index}", module) for index, module in enumerate(longest)]
+
+
+def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: torch.dtype, seed: int) -> EmptyModel:
+    """Builds the model on the meta device, its non-persistent buffers (rotary frequencies) for real.
+
+    Args:
+        dtype: dtype of the parameters, e.g. float32 for full shards of master weights.
+        seed: of the initialisation when training from scratch.
+
+    Raises:
+        UserError: not a causal LM, unknown attention implementation, weights not found.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    scratch = args.model_name_or_path is None
+    if scratch:
+        fit_vocabulary(config, tokenizer, args)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    if args.attn_implementation:
+        options["attn_implementation"] = args.attn_implementation
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except (ValueError, ImportError) as error:
+        message = str(error).splitlines()[0]
+        key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
+        raise user_error(key, message) from None
+    model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        if not args.resize_embeddings:
+            raise user_error("--resize_embeddings", f"the tokenizer has {len(tokenizer)} tokens, the model fewer", "turn it on")
+        with torch.device("meta"):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    source = None if scratch else weights_folder(args)
+    isolate_packed_documents()
+    return EmptyModel(model, model.config, source, dtype, seed)
+
+
+def weights_folder(args: ModelArguments) -> Path:
+    """Local folder of the model's safetensors files, fetched from the hub where it is not one already.
+
+    Raises:
+        UserError: no safetensors there.
+    """
+    name = args.model_name_or_path
+    assert name is not None
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(
+                snapshot_download(name, revision=args.model_revision, cache_dir=args.cache_dir, allow_patterns=["*.safetensors", "*.json"])
+            )
+        except Exception as error:
+            raise user_error("--model_name_or_path", f"cannot get {name}: {str(error).splitlines()[0]}") from None
+    if not list(folder.glob("*.safetensors")):
+        raise user_error("--model_name_or_path", f"{folder} holds no .safetensors files", "convert the model's weights to safetensors")
+    return folder
+
+
+class SafetensorsFolder:
+    """Tensors of a model folder by name, read lazily from its safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self.where: dict[str, Any] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            files = sorted(path.name for path in folder.glob("*.safetensors"))
+        for name in files:
+            if not (folder / name).exists():
+                raise user_error("--model_name_or_path", f"{folder} lacks {name}, which its index names", "download the model again")
+            try:
+                handle = safe_open(str(folder / name), framework="pt", device="cpu")
+            except Exception as error:
+                raise user_error("--model_name_or_path", f"{folder / name} is damaged: {error}", "download the model again") from None
+            self.where.update(dict.fromkeys(handle.keys(), handle))
+
+    def names_for(self, model: Any) -> dict[str, str] | None:
+        """Model parameter name -> name in the files; None when they do not match one to one (another version's layout)."""
+        wanted = {name for name, _ in model.named_parameters()}
+        for prefix in ("", f"{model.base_model_prefix}."):
+            found = {prefix + name: name for name in self.where}
+            if wanted <= set(found):
+                return {name: found[name] for name in wanted}
+        return None
+
+    def get(self, name: str) -> Tensor:
+        return self.where[name].get_tensor(name)
+
+
+Shard = Callable[[str, nn.Module], None]
+
+
+@torch.no_grad()
+def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *, broadcast: Callable[[Tensor], None] | None = None) -> Any:
+    """Materialises the model block by block on `device`, loading or initialising each, and hands each to `shard`.
+
+    Args:
+        device: where a block is materialised.
+        shard: called with ("", model) last and before that with every block's name and module, in order; it may replace parameters.
+        broadcast: sends a tensor of the main process to all; needed only for checkpoints whose layout differs from the model's.
+
+    Returns:
+        The filled model.
+    """
+    model = empty.model
+    source = SafetensorsFolder(empty.source) if empty.source else None
+    names = source.names_for(model) if source else None
+    whole = None
+    if source is not None and names is None:
+        whole = _load_whole(empty)
+    units = layer_units(model)
+    inside = {id(module) for _, unit in units for module in unit.modules()}
+    memo: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    rest = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    for index, (unit_name, unit) in enumerate([*units, ("", model)]):
+        members = [module for _, module in rest] if unit is model else list(unit.modules())
+        fresh = _materialise(members, device, empty.dtype, memo)
+        if source is not None and names is not None:
+            for old_id, parameter in fresh:
+                _copy_rows(parameter, source.get(names[parameter_names[old_id]]), empty, index)
+        elif source is not None:
+            for old_id, parameter in fresh:
+                if whole is not None:
+                    _copy_rows(parameter, whole[parameter_names[old_id]], empty, index)
+                if broadcast is not None:
+                    broadcast(parameter)
+        else:
+            initialise(model, members, empty.seed, index, device)
+        if shard is not None:
+            shard(unit_name, unit)
+    return model
+
+
+def _materialise(
+    modules: list[nn.Module], device: torch.device, dtype: torch.dtype, memo: dict[int, tuple[Tensor, nn.Parameter]]
+) -> list[tuple[int, nn.Parameter]]:
+    """Replaces meta parameters by empty ones, tied ones by the same; buffers move. Returns (id of the old one, new one)."""
+    fresh = []
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in memo:
+                dtype_here = dtype if parameter.is_floating_point() else parameter.dtype
+                new = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype_here), requires_grad=parameter.requires_grad)
+                memo[id(parameter)] = (parameter, new)  # the old one is kept so that its id is not used again
+                fresh.append((id(parameter), new))
+            module._parameters[name] = memo[id(parameter)][1]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+    return fresh
+
+
+def _copy_rows(parameter: nn.Parameter, value: Tensor, empty: EmptyModel, index: int) -> None:
+    """Copies a stored tensor; where the embedding has grown, new rows are drawn as the model initialises them."""
+    if parameter.shape == value.shape:
+        parameter.copy_(value)
+        return
+    if parameter.shape[1:] != value.shape[1:] or parameter.shape[0] < value.shape[0]:
+        raise user_error("--model_name_or_path", f"a stored tensor has shape {tuple(value.shape)}, the model's {tuple(parameter.shape)}")
+    std = float(getattr(empty.config, "initializer_range", 0.02) or 0.02)
+    with _seeded(empty.seed, index, parameter.device):
+        parameter.normal_(0.0, std)
+    parameter[: value.shape[0]].copy_(value)
+
+
+def _load_whole(empty: EmptyModel) -> dict[str, Tensor] | None:
+    """On the main process, the weights as transformers reads them (it knows other versions' layouts); None elsewhere."""
+    if int(os.environ.get("RANK", "0")) != 0:
+        return None
+    loaded = type(empty.model).from_pretrained(empty.source, dtype=empty.dtype, use_safetensors=True)
+    return dict(loaded.state_dict())
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, index: int, device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed * 1_000_003 + index)
+        yield
+
+
+def initialise(model: Any, modules: list[nn.Module], seed: int, index: int, device: torch.device) -> None:
+    """Draws the weights of some modules as the model's own `_init_weights` does, from a seed of their own.
+
+    A block's weights so depend on the seed and its place only, not on the number of ranks or the engine.
+    """
+    with _seeded(seed, index, device), torch.no_grad():
+        for module in reversed(modules):  # children first, as transformers does
+            if any(True for _ in module.parameters(recurse=False)):
+                model._init_weights(module)
+
+
+# --------------------------------------------------------------------------------------------------- documents and checkpointing
+
+_document_ids: Tensor | None = None
+
+
+def isolate_packed_documents() -> None:
+    """Lets transformers' mask code take the documents of a pack from us.
+
+    It would find them itself from the positions, reading the GPU once a forward; and it would find none where padding follows.
+    """
+    from transformers import masking_utils
+
+    masking_utils.find_packed_sequence_indices = lambda position_ids: _document_ids
+
+
+@contextlib.contextmanager
+def documents(document_ids: Tensor | None) -> Iterator[None]:
+    """Within, attention does not cross documents. document_ids: (batch, seq) int, or None for plain causal attention."""
+    global _document_ids
+    previous, _document_ids = _document_ids, document_ids
+    try:
+        yield
+    finally:
+        _document_ids = previous
+
+
+def can_isolate(model: nn.Module) -> bool:
+    """True when the model builds its masks with transformers' mask code, so that documents of a pack can be kept apart."""
+    import inspect
+    import sys
+
+    module = sys.modules.get(type(model).__module__)
+    try:
+        return module is not None and "create_causal_mask" in inspect.getsource(module)
+    except OSError:
+        return False
+
+
+def _selective_contexts() -> Any:
+    """Keeps attention outputs and every second matrix product; everything else is computed again in backward."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    attention = {
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+    products = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+    count = {"forward": 0, "recompute": 0}
+
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operation in attention:
+            return CheckpointPolicy.MUST_SAVE
+        if operation in products:
+            phase = "recompute" if context.is_recompute else "forward"
+            count[phase] += 1
+            return CheckpointPolicy.MUST_SAVE if count[phase] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def set_activation_checkpointing(model: Any, mode: str) -> None:
+    """Turns activation checkpointing "none", "selective" or "full" on the model's blocks.
+
+    Raises:
+        UserError: the architecture does not support it.
+    """
+    options: dict[str, Any] = {"use_reentrant": False}
+    if mode == "selective":
+        options["context_fn"] = _selective_contexts
+    function = functools.partial(torch.utils.checkpoint.checkpoint, **options)
+    try:
+        model._set_gradient_checkpointing(enable=mode != "none", gradient_checkpointing_func=function)
+    except ValueError:
+        if mode != "none":
+            raise user_error("--activation_checkpointing", f"{type(model).__name__} does not support it", "use none") from None
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of the model, tied ones once, sharded ones whole."""
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())

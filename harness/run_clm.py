@@ -1,0 +1,160 @@
+"""Trains a causal LM. Start it with any launcher:
+
+    deepspeed --num_gpus=4 harness/run_clm.py --model_name_or_path gpt2 --train_file a.txt --deepspeed ds_configs/zero3.json --output_dir out
+    accelerate launch --config_file fsdp_configs/full_shard.yaml harness/run_clm.py ...
+    torchrun --nproc_per_node 4 harness/run_clm.py ...
+    python harness/run_clm.py ...
+
+From one's own script: `from harness.run_clm import train; train({"model_name_or_path": ..., "output_dir": ...}, train_dataset=rows)`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run by path: the clone's root, not harness/, is where imports start
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import contextlib
+import logging
+import os
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness import run_folder
+from harness.args import Arguments, from_config, parse_args, world_size_from_environment
+from harness.findings import Finding, UserError, format_findings, has_errors
+from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
+
+log = logging.getLogger("harness")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses, checks, trains. Returns the exit code: 0 finished, 1 failed, 2 wrong input, 75 preempted after a complete save."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    started_s = time.time()
+    try:
+        return run(parse_args(tokens), started_s=started_s)
+    except UserError as error:
+        return _wrong_input(error, _output_dir_of(tokens), "--debug" in tokens, started_s)
+
+
+def train(config: Mapping[str, Any] | Arguments, train_dataset: Any = None) -> int:
+    """Trains from one's own script, under any launcher.
+
+    Args:
+        config: the names of `run_clm.py`'s flags with values, or parsed `Arguments`.
+        train_dataset: rows with "input_ids" and optionally "labels"; instead of `train_file` or `dataset_name`.
+
+    Returns:
+        The exit code, as `main`.
+
+    Raises:
+        UserError: wrong input.
+    """
+    return run(config if isinstance(config, Arguments) else from_config(config), train_dataset, started_s=time.time())
+
+
+def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
+    """One job from parsed arguments; ends with an exit code and `exit.json`. Raises UserError for wrong input."""
+    folder = Path(str(args.train.output_dir))
+    rank = int(os.environ.get("RANK", "0"))
+    engine = check(args, train_dataset)
+    from harness import coordination, job
+
+    _set_environment()
+    coordination.setup_logging(debug=args.train.debug)
+    coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout)
+    stop = coordination.StopFlag()
+    _take_signals(stop)
+    code, reason = FAILED, ""
+    try:
+        with contextlib.ExitStack() as stack:
+            job.open_folder(folder, args, coordinator, stack)
+            finished = job.run_job(args, engine, folder, coordinator, stop, train_dataset)
+        code = FINISHED if finished else PREEMPTED
+        reason = "finished" if finished else f"stopped by {stop.signal_name or 'a signal on another rank'} after a complete save"
+    except UserError:
+        coordinator.close()
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
+        run_folder.record_exit(folder, FAILED, reason, rank, started_s)
+        # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
+        sys.stdout.flush()
+        os._exit(FAILED)
+    coordinator.close()
+    if rank == 0:
+        run_folder.record_exit(folder, code, reason, rank, started_s)
+    return code
+
+
+def check(args: Arguments, train_dataset: Any = None) -> str:
+    """Everything that can be found wrong before torch is loaded; prints what there is to say. Returns the engine's name.
+
+    Raises:
+        UserError: with all errors found.
+    """
+    from harness.templates import apply_launch_to_args
+
+    num_processes = world_size_from_environment()
+    engine, findings = apply_launch_to_args(args, os.environ, num_processes)
+    findings = [*args.notes, *findings]
+    data = args.data
+    if train_dataset is None and not (data.dataset_name or data.train_file or getattr(data, "dataset_mix", None)):
+        findings.append(
+            Finding("error", "--train_file", "no training data was given", "give --train_file, --dataset_name or --dataset_mix")
+        )
+    if has_errors(findings):
+        raise UserError(findings)
+    if findings and int(os.environ.get("RANK", "0")) == 0:
+        print(format_findings(findings), flush=True)
+    return engine
+
+
+def _set_environment() -> None:
+    """Before torch is imported: an allocator that does not fragment, unless the user chose one."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even for one process
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def _take_signals(stop: Any) -> None:
+    def ask(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and stop:  # the second Ctrl-C means now
+            raise KeyboardInterrupt
+        stop.ask(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        with contextlib.suppress(ValueError):  # not in the main thread of somebody's program
+            signal.signal(number, ask)
+
+
+def _output_dir_of(tokens: Sequence[str]) -> Path | None:
+    for index, token in enumerate(tokens):
+        name, equals, value = token.partition("=")
+        if name.replace("-", "_") == "__output_dir" and (equals or index + 1 < len(tokens)):
+            return Path(value if equals else tokens[index + 1])
+    return None
+
+
+def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: float) -> int:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(format_findings(error.findings, "wrong input, nothing was started:"), file=sys.stderr, flush=True)
+        if debug:
+            traceback.print_exc()
+        if folder is not None:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            run_folder.record_exit(folder, WRONG_INPUT, run_folder.explain(error), 0, started_s)
+    return WRONG_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

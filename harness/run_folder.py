@@ -1,0 +1,244 @@
+"""The folder of a run: taken by one job at a time, never another run's, with what was asked for and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.args import Arguments
+from harness.findings import Finding, UserError, user_error
+
+FINISHED, FAILED, WRONG_INPUT, PREEMPTED = 0, 1, 2, 75
+
+# Arguments that may change between two starts of the same run: they do not change what is computed.
+FREE_ARGUMENTS = frozenset(
+    [
+        "output_dir",
+        "overwrite_output_dir",
+        "resume_from_checkpoint",
+        "debug",
+        "disable_tqdm",
+        "report_to",
+        "run_name",
+        "logging_steps",
+        "logging_first_step",
+        "save_steps",
+        "save_strategy",
+        "save_total_limit",
+        "save_final",
+        "eval_steps",
+        "eval_strategy",
+        "eval_on_start",
+        "do_eval",
+        "do_train",
+        "per_device_eval_batch_size",
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "target_batch_size",
+        "local_rank",
+        "ddp_timeout",
+        "ddp_bucket_cap_mb",
+        "deepspeed",
+        "fsdp",
+        "activation_checkpointing",
+        "gradient_checkpointing",
+        "loss_chunk_size",
+        "preprocessing_num_workers",
+        "overwrite_cache",
+        "data_cache_dir",
+        "cache_dir",
+        "dataloader_num_workers",
+        "dataloader_prefetch_factor",
+        "nan_policy",
+        "max_nan_steps",
+        "no_custom_kernels",
+        "use_liger_kernel",
+        "attn_implementation",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "tf32",
+        "use_cpu",
+        "max_steps",
+        "num_train_epochs",
+    ]
+)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other jobs out of the folder while this one runs.
+
+    Raises:
+        UserError: another job has it.
+    """
+    with open(folder / ".lock", "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise user_error(
+                "--output_dir",
+                f"another run is writing to {folder} ({file.read().strip() or 'unknown process'})",
+                "wait, or use another folder",
+            ) from None
+        file.truncate(0)
+        file.write(f"pid {os.getpid()} on {platform.node()}")
+        file.flush()
+        yield
+
+
+def prepare(folder: Path, args: Arguments) -> list[Finding]:
+    """Makes the folder, or decides that it may be used; called by the main process.
+
+    Returns:
+        What there is to say (a run that was moved aside).
+
+    Raises:
+        UserError: it cannot be written, or holds another run.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.write_text("", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        raise user_error("--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to") from None
+    if args.train.overwrite_output_dir:
+        return _move_aside(folder)
+    earlier = folder / "config.json"
+    if earlier.exists():
+        differences = _differences(earlier, args)
+        if differences:
+            shown = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
+            raise user_error(
+                "--output_dir",
+                f"{folder} holds another run ({shown})",
+                "choose another folder, or --overwrite_output_dir to move that run aside and start anew",
+            )
+        return []
+    foreign = [path.name for path in folder.iterdir() if path.name not in (".lock", "exit.json", "train.log")]
+    if foreign:
+        raise user_error(
+            "--output_dir",
+            f"{folder} is not empty and holds no run of this kind ({', '.join(sorted(foreign)[:4])})",
+            "choose an empty folder, or --overwrite_output_dir to move its content aside",
+        )
+    return []
+
+
+def _move_aside(folder: Path) -> list[Finding]:
+    content = [path for path in folder.iterdir() if path.name not in (".lock", "exit.json")]
+    if not content:
+        return []
+    aside = folder.with_name(f"{folder.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    while aside.exists():
+        aside = aside.with_name(aside.name + "-1")
+    aside.mkdir()
+    for path in content:
+        os.replace(path, aside / path.name)
+    return [Finding("warning", "--overwrite_output_dir", f"the earlier content of {folder} is now in {aside}")]
+
+
+def _differences(config: Path, args: Arguments) -> list[str]:
+    try:
+        earlier = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return [f"{config.name} cannot be read"]
+    now = json.loads(json.dumps(args.to_dict()))
+    return [
+        f"{name} {earlier.get(name)!r} -> {value!r}"
+        for name, value in now.items()
+        if name not in FREE_ARGUMENTS and name in earlier and earlier[name] != value
+    ]
+
+
+def write_facts(folder: Path, args: Arguments, engine: str, template: dict[str, Any]) -> None:
+    """Writes config.json, environment.json and the template as used."""
+    _write(folder / "config.json", args.to_dict())
+    _write(folder / "environment.json", environment())
+    if engine.startswith("zero"):
+        _write(folder / "ds_config.json", template)
+    elif template:
+        import yaml
+
+        (folder / "fsdp_config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(template, default=str))), encoding="utf-8")
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices and launch facts. An allow-list: nothing else of the environment is stored."""
+    import torch
+
+    packages = [
+        "torch",
+        "transformers",
+        "accelerate",
+        "peft",
+        "deepspeed",
+        "datasets",
+        "safetensors",
+        "tokenizers",
+        "numpy",
+        "liger-kernel",
+        "torchao",
+    ]
+    versions = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    allowed = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions,
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "environment": {name: os.environ[name] for name in allowed if name in os.environ},
+        "argv": sys.argv[1:],
+    }
+
+
+def _write(path: Path, value: Any) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def record_exit(folder: Path | None, code: int, reason: str, rank: int = 0, started_s: float = 0.0) -> None:
+    """Writes exit.json. Of several ranks that fail, the first one's reason stays: the others fail because of it.
+
+    Args:
+        started_s: wall-clock start of this job; an older exit.json is an earlier job's.
+    """
+    if folder is None or not folder.is_dir():
+        return
+    path = folder / "exit.json"
+    try:
+        # Exclusive: one rank of this job wins. A file of an earlier job is removed by the main process at start.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text(encoding="utf-8"))["time"] >= started_s:
+                return
+        with contextlib.suppress(OSError):
+            _write(path, {"code": code, "reason": reason, "rank": rank, "time": time.time()})
+        return
+    except OSError:
+        return
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        json.dump({"code": code, "reason": reason, "rank": rank, "time": time.time()}, file)
+
+
+def explain(error: UserError) -> str:
+    """The reason of a wrong input as one line, for exit.json."""
+    return "; ".join(f"{finding.key}: {finding.message}" for finding in error.findings if finding.severity == "error")

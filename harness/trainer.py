@@ -1,0 +1,283 @@
+"""The training loop. Every line of it is a phase; each component decides for itself whether it is due."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from harness.args import TrainArguments
+from harness.batches import StepBatch
+from harness.checkpoint import Checkpointer
+from harness.coordination import Coordinator
+from harness.engines.base import Engine
+from harness.evaluation import Evaluator
+from harness.metrics import MetricsLog, StepMetrics
+from harness.recovery import Recovery
+
+log = logging.getLogger("harness")
+
+
+@dataclasses.dataclass
+class TrainState:
+    """Where a run is. Everything in here is in every checkpoint.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch: passes over the training data so far.
+        num_input_tokens, num_label_tokens: over all ranks, so far.
+        best_metric, best_step: of `--metric_for_best_model`.
+    """
+
+    step: int = 0
+    epoch: float = 0.0
+    num_input_tokens: int = 0
+    num_label_tokens: int = 0
+    best_metric: float | None = None
+    best_step: int = -1
+    last_evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
+        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.name in values})
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """Counts of a run, fixed before step 1.
+
+    Attributes:
+        max_steps: optimizer steps in total.
+        steps_per_epoch: optimizer steps of one pass over the data.
+        global_batch_size: samples per optimizer step over all ranks.
+        logging_steps, save_steps, eval_steps: intervals in optimizer steps; 0 never.
+    """
+
+    max_steps: int
+    steps_per_epoch: int
+    global_batch_size: int
+    logging_steps: int
+    save_steps: int
+    eval_steps: int
+
+
+def _interval(value: float, total: int) -> int:
+    """An interval in steps; a value below 1 is a share of all steps."""
+    return max(1, math.ceil(value * total) if value < 1 else int(value))
+
+
+def plan_run(train: TrainArguments, *, steps_per_epoch: int, global_batch_size: int, has_evaluation: bool) -> RunPlan:
+    """Resolves epochs, shares and strategies into step counts."""
+    max_steps = train.max_steps if train.max_steps > 0 else math.ceil(train.num_train_epochs * steps_per_epoch)
+    save = {"no": 0, "steps": _interval(train.save_steps, max_steps), "epoch": steps_per_epoch}[train.save_strategy]
+    every = train.eval_steps if train.eval_steps is not None else train.logging_steps
+    evaluate = {"no": 0, "steps": _interval(every, max_steps), "epoch": steps_per_epoch}[train.eval_strategy]
+    return RunPlan(
+        max_steps=max_steps,
+        steps_per_epoch=steps_per_epoch,
+        global_batch_size=global_batch_size,
+        logging_steps=_interval(train.logging_steps, max_steps),
+        save_steps=save,
+        eval_steps=evaluate if has_evaluation else 0,
+    )
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or gradients were NaN or infinite and the policy says to stop."""
+
+
+class StepWatch:
+    """Adds up what a row of the log needs, on the device, and reads it only when a row is due."""
+
+    def __init__(self, coordinator: Coordinator, flops_per_token: float, peak_flops: float | None) -> None:
+        self.coordinator = coordinator
+        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.grad_norm: torch.Tensor | None = None
+        self.learning_rate = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        self.loss_sum: torch.Tensor | None = None
+        self.num_steps = self.num_input_tokens = self.num_label_tokens = 0
+        self.started = time.monotonic()
+        if self.coordinator.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.coordinator.device)
+
+    def add(self, loss_sum: torch.Tensor, num_input_tokens: int, num_label_tokens: int) -> None:
+        self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
+        self.num_steps += 1
+        self.num_input_tokens += num_input_tokens
+        self.num_label_tokens += num_label_tokens
+
+    def read(self) -> dict[str, Any]:
+        """The interval's figures; waits for the device, and for the other ranks once."""
+        assert self.loss_sum is not None and self.grad_norm is not None
+        loss_sum = float(self.loss_sum)
+        device = self.coordinator.device
+        elapsed_s = time.monotonic() - self.started
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        total_loss = self.coordinator.sum([loss_sum], "loss of the log")[0]
+        peak = self.coordinator.max([float(peak_bytes)], "peak memory")[0]
+        rate = self.num_input_tokens / elapsed_s / self.coordinator.num_processes
+        return {
+            "loss": total_loss / max(self.num_label_tokens, 1),
+            "grad_norm": float(self.grad_norm),
+            "learning_rate": self.learning_rate,
+            "tokens_per_second_per_gpu": round(rate, 2),
+            "mfu": round(rate * self.flops_per_token / self.peak_flops, 4) if self.peak_flops else None,
+            "step_time_s": round(elapsed_s / self.num_steps, 6),
+            "peak_memory_gib": round(peak / 2**30, 3) if peak else None,
+        }
+
+
+class Trainer:
+    """Runs the loop of one training job."""
+
+    def __init__(
+        self,
+        *,
+        train: TrainArguments,
+        engine: Engine,
+        batches: Callable[[int, int], Iterator[StepBatch]],
+        plan: RunPlan,
+        coordinator: Coordinator,
+        recovery: Recovery,
+        checkpointer: Checkpointer,
+        evaluator: Evaluator | None,
+        metrics: MetricsLog,
+        watch: StepWatch,
+        identity: dict[str, Any],
+        state: TrainState | None = None,
+    ) -> None:
+        """
+        Args:
+            batches: (first step, number of steps) -> this rank's batches.
+            identity: facts of the run that checkpoints carry: engine, processes, data, batch.
+        """
+        self.train_args, self.engine, self.make_batches, self.plan = train, engine, batches, plan
+        self.coordinator, self.recovery, self.checkpointer, self.evaluator = coordinator, recovery, checkpointer, evaluator
+        self.metrics, self.watch, self.identity = metrics, watch, identity
+        self.state = state or TrainState()
+        self._skipped_before = 0
+        self._bad_in_a_row = 0
+
+    def train(self) -> bool:
+        """Trains to the end, or until all ranks agree to stop. Returns True when the run is finished."""
+        remaining = self.plan.max_steps - self.state.step
+        batches = iter(self.make_batches(self.state.step, remaining)) if remaining > 0 else iter(())
+        self._skipped_before = self.engine.num_skipped_steps()
+        if self.evaluator is not None and self.train_args.eval_on_start and self.state.step == 0:
+            self.recovery.run("evaluate", self.evaluator.run, self.state)
+        self.watch.reset()
+        while self.state.step < self.plan.max_steps:
+            batch = next(batches)
+            counts = self._global_counts(batch)
+            loss_sum = self.recovery.run("step", self.engine.forward_backward, batch, counts[1])
+            self.watch.learning_rate = self.engine.learning_rate()
+            self.watch.grad_norm = self.recovery.run("update", self.engine.step)
+            self._advance(batch, loss_sum, counts)
+            self._maybe_log(batch)
+            if self.evaluator is not None:
+                self.recovery.run("evaluate", self.evaluator.maybe_run, self.state)
+            self.recovery.run("save", self.maybe_save)
+            if self.recovery.stop_agreed and self.state.step < self.plan.max_steps:
+                self._save(wait=True)
+                return False
+        if self.evaluator is not None and self.train_args.do_eval is not False:
+            self.recovery.run("evaluate", self.evaluator.run, self.state)
+        self.recovery.run("save", self._save_last)
+        return True
+
+    def _global_counts(self, batch: StepBatch) -> tuple[int, int]:
+        """(input tokens, label tokens) of the step over all ranks."""
+        values = self.coordinator.sum([batch.num_input_tokens, batch.num_label_tokens], "tokens of the step")
+        return int(values[0]), int(values[1])
+
+    def _advance(self, batch: StepBatch, loss_sum: torch.Tensor, counts: tuple[int, int]) -> None:
+        self.state.step += 1
+        self.state.epoch = batch.epoch
+        self.state.num_input_tokens += counts[0]
+        self.state.num_label_tokens += counts[1]
+        self.watch.add(loss_sum, *counts)
+        self.metrics.progress(self.state.step)
+
+    def _maybe_log(self, batch: StepBatch) -> None:
+        step = self.state.step
+        first = self.train_args.logging_first_step and step == 1
+        if step % self.plan.logging_steps and not first and step != self.plan.max_steps:
+            return
+        num_steps = self.watch.num_steps
+        figures = self.watch.read()
+        skipped = self.engine.num_skipped_steps()
+        micro = self.engine.settings.micro_batch_size
+        self.metrics.log(
+            StepMetrics(
+                step=step,
+                epoch=round(self.state.epoch, 4),
+                num_input_tokens=self.state.num_input_tokens,
+                num_label_tokens=self.state.num_label_tokens,
+                micro_batch_size=micro,
+                gradient_accumulation_steps=math.ceil(len(batch.samples) / micro),
+                loss_scale=getattr(self.engine, "loss_scale", lambda: None)(),
+                num_skipped_steps=skipped,
+                **figures,
+            )
+        )
+        self._check_finite(skipped, num_steps)
+        self.watch.reset()
+
+    def _check_finite(self, skipped: int, num_steps: int) -> None:
+        """Applies the policy to left-out updates; every rank sees the same counts, because the gradient norm is global."""
+        new = skipped - self._skipped_before
+        self._skipped_before = skipped
+        self._bad_in_a_row = self._bad_in_a_row + new if new == num_steps else new
+        if not new:
+            return
+        scaling = getattr(self.engine, "loss_scale", lambda: None)() is not None
+        if self.train_args.nan_policy == "stop" and not scaling:
+            raise NonFiniteError(f"{new} of the last {num_steps} updates had non-finite gradients (--nan_policy stop)")
+        log.warning("%d of the last %d updates were left out: non-finite gradients%s", new, num_steps, " (loss scaling)" if scaling else "")
+        if self._bad_in_a_row >= self.train_args.max_nan_steps and not (scaling and self._loss_scale_can_fall()):
+            raise NonFiniteError(
+                f"{self._bad_in_a_row} updates in a row had non-finite gradients: lower --learning_rate, check the data, or use --precision bf16"
+            )
+
+    def _loss_scale_can_fall(self) -> bool:
+        scale = getattr(self.engine, "loss_scale", lambda: None)()
+        return scale is not None and scale > 1
+
+    def note_evaluation(self, result: dict[str, float], state: TrainState) -> None:
+        """Logs an evaluation and keeps the best; for the evaluator's `on_result`."""
+        self.metrics.log({"step": state.step, "epoch": round(state.epoch, 4), **result}, kind="eval")
+        metric = result.get(self.train_args.metric_for_best_model, result["eval_loss"])
+        greater = bool(self.train_args.greater_is_better)
+        better = state.best_metric is None or (metric > state.best_metric if greater else metric < state.best_metric)
+        if math.isfinite(metric) and better:
+            state.best_metric, state.best_step = metric, state.step
+
+    def maybe_save(self) -> None:
+        """Saves when the interval, or a new best model that the end will need, says so."""
+        step = self.state.step
+        due = bool(self.plan.save_steps) and step % self.plan.save_steps == 0
+        new_best = self.train_args.load_best_model_at_end and self.state.best_step == step
+        if (due or new_best) and step < self.plan.max_steps:
+            self._save(wait=False)
+
+    def _save_last(self) -> None:
+        if self.plan.save_steps:
+            self._save(wait=True)
+        else:
+            self.checkpointer.finish()
+
+    def _save(self, *, wait: bool) -> None:
+        if self.train_args.load_best_model_at_end and self.state.best_step > 0:
+            self.checkpointer.best = self.checkpointer.output_dir / f"checkpoint-{self.state.best_step}"
+        self.checkpointer.save(self.state.step, {"state": self.state.to_dict(), "run": self.identity}, wait=wait)
