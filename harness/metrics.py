@@ -397,7 +397,7 @@ class MetricsLog:
             self._write(values)
         if self.console and kind != "gpu":
             self._write_line(format_console(values, kind))
-        if kind in ("train", "eval", "gpu"):
+        if kind in ("train", "eval"):
             self._track(values, kind)
 
     def event(self, event: str, **fields: Any) -> None:
