@@ -362,6 +362,10 @@ def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:
             path = token.split("=", 1)[1]
         else:
             tokens.append(token)
+    alone = [token for token in tokens if not token.startswith("--local_rank=")]
+    if path is None and len(alone) == 1 and alone[0].endswith((".json", ".yaml", ".yml")):
+        tokens.remove(alone[0])  # one file and nothing else, as HF's scripts take it; JSON is YAML
+        path = alone[0]
     return tokens, path
 
 

@@ -200,3 +200,14 @@ def test_a_file_may_hold_older_names(tmp_path: Path) -> None:
     path.write_text("no_cuda: true\nevaluation_strategy: epoch\ninclude_for_metrics: [loss, inputs]\nfsdp_config: {}\nadafactor: false\n")
     args = parse_args(["--config", str(path), "--model_name_or_path", "gpt2", "--output_dir", "out"])
     assert (args.train.use_cpu, args.train.eval_strategy, args.train.optim) == (True, "epoch", "adamw_torch_fused")
+
+
+def test_one_file_and_nothing_else(tmp_path: Path) -> None:
+    """HF's scripts take a JSON file alone; the deepspeed launcher puts its --local_rank before it."""
+    path = tmp_path / "args.json"
+    path.write_text('{"model_name_or_path": "gpt2", "output_dir": "out", "learning_rate": 1e-05, "no_cuda": true, "logging_dir": null}')
+    for extra in ([], ["--local_rank=1"]):
+        args = parse_args([*extra, str(path)])
+        assert (args.train.learning_rate, args.train.use_cpu, args.train.local_rank) == (1e-5, True, 1 if extra else -1)
+    with pytest.raises(UserError, match="a value without a flag before it"):
+        parse_args([str(path), "--seed", "1"])
