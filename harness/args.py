@@ -73,6 +73,12 @@ class DataArguments:
     validation_split_percentage: float = _field(5.0, "Percent of the training samples held out when there is no evaluation set.")
     block_size: Optional[int] = _field(None, "Tokens per sample. Default: the model's limit, at most 4096.")
     text_column: Optional[str] = _field(None, "Column of plain text. Default: text, or the only text column.")
+    prompt_column: Optional[str] = _field(None, "Column of prompts, with --completion_column: only completions are trained on.")
+    completion_column: Optional[str] = _field(None, "Column of completions.")
+    messages_column: Optional[str] = _field(None, "Column of conversations. Default: messages or conversations, if there.")
+    train_on_prompt: bool = _field(False, "Train on prompts, and on all turns of conversations, too.")
+    chat_template: Optional[str] = _field(None, "Chat template, as a file or as text. Default: the tokenizer's.")
+    bad_rows: str = _choice("error", ["error", "skip"], "A row that cannot be used ends the run, or is left out and counted.")
     text_mode: str = _choice("document", ["document", "line"], "A text file is one document, or each of its lines is one.")
     data_encoding: str = _field("utf-8", "Encoding of text, JSON and CSV files.")
     packing: str = _choice(

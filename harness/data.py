@@ -23,6 +23,7 @@ import numpy as np
 from harness import encoders, node_cache, token_store
 from harness.args import DataArguments
 from harness.batches import IGNORE
+from harness.data_sources import Row
 from harness.findings import Finding, UserError, user_error
 from harness.source_specs import HubSource, Source, SourceSpec, default_cache_dir, digest, tokenizer_fingerprint
 from harness.token_store import TokenizedDataset, TokenStore
@@ -137,6 +138,20 @@ def resolve_block_size(block_size: int | None, max_positions: int | None) -> int
     return block_size
 
 
+def read_chat_template(value: str) -> str:
+    """A chat template, from a file of that name or, if it has template marks in it, from the value itself.
+
+    Raises:
+        UserError: neither.
+    """
+    if "{" in value:
+        return value
+    try:
+        return Path(value).expanduser().read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise user_error("--chat_template", f"cannot read {value}: {error}", "give a file, or the template's text") from None
+
+
 def prepare_data(
     args: DataArguments,
     tokenizer: Any,
@@ -213,6 +228,8 @@ class _Preparer:
         self.args = args
         self.block_size = resolve_block_size(args.block_size, max_positions)
         self.tokenizer = tokenizer
+        if args.chat_template:
+            tokenizer.chat_template = read_chat_template(args.chat_template)
         self.special = encoders.special_tokens(tokenizer, args.add_bos, args.add_eos)
         self.findings: list[Finding] = list(self.special.findings)
         self.cache = Path(args.data_cache_dir).expanduser() if args.data_cache_dir else default_cache_dir()
@@ -226,7 +243,8 @@ class _Preparer:
             tokenizer_fingerprint(self.tokenizer),
             [self.special.bos, self.special.eos],
             [spec.encoding, spec.line_mode],
-            [args.text_column],
+            [args.text_column, args.prompt_column, args.completion_column, args.messages_column],
+            [args.train_on_prompt, args.bad_rows],
         ]
 
     def store(self, spec: SourceSpec, name: str) -> TokenStore:
@@ -252,6 +270,8 @@ class _Preparer:
         else:
             raise user_error("--data_cache_dir", f"tokenised data in {self.cache} keeps disappearing", "choose another folder")
         self.say(_report_of(store).documents_line(name))
+        for note, number in store.meta["report"]["notes"].items():
+            self.findings.append(Finding("warning", spec.key, f"{number:,} {note}"))
         return store
 
     def _build_request(self, folder: Path, spec: SourceSpec, source: Source, options: list[Any], name: str) -> None:
@@ -274,22 +294,35 @@ class _Preparer:
         first = next(rows, None)
         if first is None:
             raise user_error(source.spec.key, "there is not a single row", "give data with text in it")
-        encoder = encoders.TextEncoder(text_tokenizer, self.special, self.args.text_column or "text")
-        workers = self._num_workers(source)
+        encoder = self._encoder(text_tokenizer, first)
         writer = token_store.TokenWriter(folder, text_tokenizer.max_token_id, encoder.masked)
         dropped: collections.Counter[str] = collections.Counter()
+        notes: collections.Counter[str] = collections.Counter()
         with progress:
-            for encoded in encoders.encode_all(encoder, _chain(first, rows), workers):
-                if encoded.problems:
+            for encoded in encoders.encode_all(encoder, _chain(first, rows), self._num_workers(source)):
+                if encoded.problems and self.args.bad_rows == "error":
                     raise UserError(encoded.problems[: encoders.MAX_REPORTED_ROWS])
+                dropped["bad rows"] += len(encoded.problems)
                 dropped += encoded.dropped
+                notes += encoded.notes
                 writer.add(encoded.tokens, encoded.lengths, encoded.mask, encoded.open)
         for reason, names in source.skipped.items():
             dropped[f"{reason} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"] += len(names)
         if not writer.num_documents:
-            why = "; ".join(f"{number} {reason}" for reason, number in dropped.items())
+            why = "; ".join(f"{number} {reason}" for reason, number in dropped.items() if number)
             raise user_error(source.spec.key, f"no usable token in the data: {why or 'it is empty'}", "give data with text in it")
-        writer.close({"dropped": dict(dropped)})
+        writer.close({"dropped": dict(dropped), "notes": dict(notes)})
+
+    def _encoder(self, tokenizer: encoders.TextTokenizer, first: Row) -> encoders.Encoder:
+        args = self.args
+        objective = encoders.choose_objective(first, args.text_column, args.prompt_column, args.completion_column, args.messages_column)
+        self.say(f"training on {objective.kind}: column {' and '.join(objective.columns)}")
+        if objective.kind == "chat":
+            return encoders.ChatEncoder(tokenizer, objective.columns[0], args.train_on_prompt)
+        if objective.kind == "prompt":
+            prompt, completion = objective.columns
+            return encoders.PromptEncoder(tokenizer, self.special, prompt, completion, args.train_on_prompt)
+        return encoders.TextEncoder(tokenizer, self.special, objective.columns[0])
 
     def _num_workers(self, source: Source) -> int:
         if source.num_bytes is not None and source.num_bytes < _PARALLEL_BYTES:

@@ -7,6 +7,7 @@ import concurrent.futures
 import concurrent.futures.process
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from harness import chat_masks
 from harness.data_sources import Row
 from harness.findings import Finding, UserError, user_error
 
@@ -33,6 +35,7 @@ class Encoded:
         open: the last document goes on in the next batch.
         dropped: rows left out, by reason.
         problems: rows that are wrong.
+        notes: what happened to how many rows that are used all the same.
     """
 
     tokens: np.ndarray
@@ -41,6 +44,7 @@ class Encoded:
     open: bool = False
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     problems: list[Finding] = dataclasses.field(default_factory=list)
+    notes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Encoder(Protocol):
@@ -223,6 +227,230 @@ class TextEncoder:
         tokens, _ = joined(parts)
         is_open = bool(kept) and kept[-1][0].more
         return Encoded(tokens, np.array(lengths, dtype=np.int64), None, is_open, dropped, problems)
+
+
+class PromptEncoder:
+    """A prompt and its completion; only the completion is trained on.
+
+    Args:
+        tokenizer: what makes tokens.
+        special: bos before the prompt, eos after the completion.
+        prompt_column, completion_column: of the texts.
+        train_on_prompt: train on both.
+    """
+
+    masked = True
+
+    def __init__(
+        self, tokenizer: TextTokenizer, special: SpecialTokens, prompt_column: str, completion_column: str, train_on_prompt: bool
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.special = special
+        self.columns = (prompt_column, completion_column)
+        self.train_on_prompt = train_on_prompt
+        self._splittable = tokenizer.is_splittable()
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:
+        builder = _MaskedBuilder()
+        for row in rows:
+            prompt = text_of(row, self.columns[0], builder.problems, "--prompt_column")
+            completion = text_of(row, self.columns[1], builder.problems, "--completion_column")
+            if prompt is None or completion is None:
+                continue
+            if not completion.strip():
+                builder.dropped["rows with an empty completion"] += 1
+                continue
+            ids, mask = self._tokens(prompt, completion)
+            if self.special.bos is not None:
+                ids, mask = [self.special.bos, *ids], [0, *mask]
+            if self.special.eos is not None:
+                ids, mask = [*ids, self.special.eos], [*mask, 1]
+            builder.add(ids, [1] * len(ids) if self.train_on_prompt else mask)
+        return builder.encoded()
+
+    def _tokens(self, prompt: str, completion: str) -> tuple[list[int], list[int]]:
+        """Token ids and mask. The two texts are tokenised apart, as at inference, where that adds no blank in between."""
+        if self._splittable or self.tokenizer.backend is None:
+            first, second = self.tokenizer.ids([prompt, completion])
+            return first + second, [0] * len(first) + [1] * len(second)
+        text = prompt + completion
+        ids, offsets = self.tokenizer.ids_and_offsets(text)
+        return ids, chat_masks.token_mask(text, offsets, [(len(prompt), len(text))])
+
+
+class ChatEncoder:
+    """Conversations through the tokenizer's chat template; only assistant turns are trained on.
+
+    Args:
+        tokenizer: what makes tokens; its chat template writes every special token, so none is added.
+        column: of the turns.
+        train_on_prompt: train on the whole text.
+    """
+
+    masked = True
+    tools_column = "tools"
+
+    def __init__(self, tokenizer: TextTokenizer, column: str, train_on_prompt: bool) -> None:
+        self.tokenizer = tokenizer
+        self.column = column
+        self.train_on_prompt = train_on_prompt
+        self.template = tokenizer.tokenizer.get_chat_template() if tokenizer.tokenizer.chat_template else None
+        if self.template is None:
+            raise user_error(
+                "--chat_template", "the data are conversations, but the tokenizer has no chat template", "give --chat_template FILE"
+            )
+        if tokenizer.backend is None:
+            raise user_error("--tokenizer_name", "loss masks of conversations need a fast tokenizer", "use the fast version of this one")
+        added = {str(token) for token in tokenizer.tokenizer.added_tokens_decoder.values() if token.special}
+        self.special = sorted(added | set(tokenizer.tokenizer.all_special_tokens), key=len, reverse=True)
+
+    def encode(self, rows: Sequence[Row]) -> Encoded:
+        builder = _MaskedBuilder()
+        for row in rows:
+            if self.column not in row.values:
+                text_of(row, self.column, builder.problems, "--messages_column")
+                continue
+            try:
+                documents = self._documents(row)
+            except chat_masks.ChatError as error:
+                builder.problems.append(Finding("error", "--messages_column", f"{row.where}: {error}", "mend the row, or --bad_rows skip"))
+                continue
+            if len(documents) > 1:
+                builder.notes["conversations became a sample per assistant turn, because the chat template rewrites earlier turns"] += 1
+            for ids, mask in documents:
+                builder.add(ids, mask)
+                if mask and not self.train_on_prompt and not self._ends(ids, mask):
+                    builder.notes["conversations have an assistant turn without an end token: the model may not learn to stop"] += 1
+        return builder.encoded()
+
+    def _ends(self, ids: list[int], mask: list[int]) -> bool:
+        last = [end - 1 for _, end in chat_masks.runs(mask)]
+        special = set(self.tokenizer.tokenizer.all_special_ids) | set(self.tokenizer.tokenizer.added_tokens_decoder)
+        return all(ids[position] in special for position in last)
+
+    def _documents(self, row: Row) -> list[tuple[list[int], list[int]]]:
+        """Token ids and masks of one conversation.
+
+        Raises:
+            ChatError: it cannot be trained on.
+        """
+        conversation = chat_masks.parse(row.values[self.column])
+        tools = row.values.get(self.tools_column) or None
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) or None
+            except json.JSONDecodeError:
+                raise chat_masks.ChatError(f"column {self.tools_column!r} is not JSON") from None
+
+        def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
+            return self._apply(messages, tools, add_generation_prompt=prompt, tokenize=False)
+
+        if self.train_on_prompt:
+            ids, _ = self.tokenizer.ids_and_offsets(render(conversation.messages, False))
+            return [(ids, [1] * len(ids))]
+        if not any(conversation.trained):
+            raise chat_masks.ChatError("no turn to train on: it has no assistant turn, or every one is marked as not trained")
+        if chat_masks.marks_generation(str(self.template)):
+            out = self._apply(conversation.messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            marked = chat_masks.select_runs(out["assistant_masks"], conversation)
+            if marked is not None:
+                return [(list(out["input_ids"]), marked)]
+        result = []
+        for text, spans in chat_masks.spans(conversation, render, self.special):
+            ids, offsets = self.tokenizer.ids_and_offsets(text)
+            result.append((ids, chat_masks.token_mask(text, offsets, spans)))
+        return result
+
+    def _apply(self, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> Any:
+        import jinja2
+
+        try:
+            return self.tokenizer.tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+        except jinja2.TemplateError as error:
+            raise chat_masks.ChatError(f"the chat template refuses it: {error}") from None
+        except (TypeError, ValueError, KeyError, IndexError) as error:
+            raise chat_masks.ChatError(f"the chat template fails on {len(messages)} turns: {error}") from None
+
+
+class _MaskedBuilder:
+    """Collects documents with masks."""
+
+    def __init__(self) -> None:
+        self.documents: list[list[int]] = []
+        self.masks: list[list[int]] = []
+        self.dropped: collections.Counter[str] = collections.Counter()
+        self.notes: collections.Counter[str] = collections.Counter()
+        self.problems: list[Finding] = []
+
+    def add(self, ids: list[int], mask: list[int]) -> None:
+        if not any(mask[1:]):
+            self.dropped["rows in which no token is left to train on"] += 1
+            return
+        self.documents.append(ids)
+        self.masks.append(mask)
+
+    def encoded(self) -> Encoded:
+        tokens, lengths = joined(self.documents)
+        mask, _ = joined(self.masks)
+        return Encoded(tokens, lengths, mask.astype(np.uint8), False, self.dropped, self.problems, self.notes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """What of a row is trained on.
+
+    Attributes:
+        kind: "text", "prompt" (with completion) or "chat".
+        columns: of the text; of prompt and completion; of the turns.
+    """
+
+    kind: str
+    columns: tuple[str, ...]
+
+
+def choose_objective(
+    first: Row, text_column: str | None, prompt_column: str | None, completion_column: str | None, messages_column: str | None
+) -> Objective:
+    """The objective that the user's column names ask for; without any, that which the first row's columns suggest.
+
+    Raises:
+        UserError: contradicting names, a column that is not there, or none that suggests itself.
+    """
+    columns = [str(column) for column in first.values]
+    have = ", ".join(columns)
+    asked = {"text_column": text_column, "prompt_column": prompt_column or completion_column, "messages_column": messages_column}
+    if sum(value is not None for value in asked.values()) > 1:
+        names = " and ".join(f"--{name}" for name, value in asked.items() if value is not None)
+        raise user_error(names, "were given together", "keep one kind of data")
+    wanted = [("--text_column", text_column), ("--prompt_column", prompt_column), ("--completion_column", completion_column)]
+    missing = [(flag, name) for flag, name in [*wanted, ("--messages_column", messages_column)] if name is not None and name not in columns]
+    if missing:
+        raise UserError(
+            Finding("error", flag, f"there is no column {name!r} ({first.where})", f"there are {have}") for flag, name in missing
+        )
+    if messages_column:
+        return Objective("chat", (messages_column,))
+    if prompt_column or completion_column:
+        pair = (prompt_column or "prompt", completion_column or "completion")
+        for flag, name in zip(("--prompt_column", "--completion_column"), pair, strict=True):
+            if name not in columns:
+                raise user_error(flag, f"there is no column {name!r} ({first.where})", f"there are {have}")
+        return Objective("prompt", pair)
+    if text_column:
+        return Objective("text", (text_column,))
+    for name in ("messages", "conversations"):
+        if name in columns:
+            return Objective("chat", (name,))
+    if "text" in columns:
+        return Objective("text", ("text",))
+    if "prompt" in columns and "completion" in columns:
+        return Objective("prompt", ("prompt", "completion"))
+    texts = [str(name) for name, value in first.values.items() if isinstance(value, str)]
+    if len(texts) == 1:
+        return Objective("text", (texts[0],))
+    raise user_error(
+        "--text_column", f"{first.where}: no column text, messages, or prompt and completion", f"name one of {have or 'its columns'}"
+    )
 
 
 def row_batches(rows: Iterable[Row], max_rows: int = _BATCH_ROWS, max_chars: int = _BATCH_CHARS) -> Iterator[list[Row]]:
