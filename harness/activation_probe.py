@@ -1,0 +1,551 @@
+"""Measures what a training step keeps in memory, on the model's own code, with fake tensors: no GPU, no weights, no arithmetic.
+
+A child process of the memory planner (`python -m harness.activation_probe '<request as JSON>'` prints one JSON object), because torch
+and transformers take seconds to import, because an attention kernel can take the process with it, and because the planner itself then
+stays a few megabytes big. The model is built on the meta device, cut to its first few layers (one more than needed to see every kind of
+layer), its parameters are replaced by fake CPU tensors, and one forward and backward runs under a dispatch mode that follows the
+lifetime of every storage. Between two layers the same amount is added each time, so the first layers tell the rest: 2 and 3 layers
+predict 32 to the byte (tests/test_memory.py).
+
+What fake tensors do not see: kernels written in Triton (Liger), flash attention from a wheel, flex attention (it ends the process on
+CPU), fragmentation, and whatever CUDA and NCCL allocate themselves. `harness.memory` adds those in closed form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from harness.findings import Finding, UserError, user_error
+
+# Changes with the meaning of the numbers below, so that older cached answers are not taken for new ones.
+PROBE_VERSION = 4
+
+MAX_MEASURED_LAYERS = 14
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeRequest:
+    """What to measure.
+
+    Attributes:
+        model: folder, config.json or hub name in the local cache; None with `model_type`.
+        block_size: tokens per sample.
+        weights: "bf16" (parameters in 16 bits, no autocast), "autocast" (float32 parameters, 16-bit autocast), "fp32".
+        checkpointing: modes of activation checkpointing.
+        loss_chunks: chunk sizes of the loss, tokens; 0 is all at once.
+        lora: keyword arguments of peft's LoraConfig, or None.
+        documents: attention keeps the documents of a pack apart, so a mask exists.
+    """
+
+    model: str | None = None
+    model_type: str | None = None
+    config_overrides: str | None = None
+    cache_dir: str | None = None
+    trust_remote_code: bool = False
+    attention: str = "sdpa"
+    block_size: int = 1024
+    weights: Sequence[str] = ("bf16",)
+    checkpointing: Sequence[str] = ("none", "selective", "full")
+    loss_chunks: Sequence[int] = (1024, 0)
+    lora: dict[str, Any] | None = None
+    documents: bool = False
+
+
+# -------------------------------------------------------------------------------------------------------------------- the model
+
+
+def check_config(config: Any) -> None:
+    """Refuses sizes that no model has.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    text = config.get_text_config()
+    problems: list[Finding] = []
+
+    def bad(key: str, message: str) -> None:
+        problems.append(Finding("error", key, message, "correct the model's config.json"))
+
+    for key in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+        "intermediate_size",
+        "num_key_value_heads",
+        "head_dim",
+    ):
+        value = getattr(text, key, None)
+        if isinstance(value, (int, float)) and (value < 1 or value != int(value)):
+            bad(key, f"must be a positive whole number, not {value}")
+    if problems:
+        raise UserError(problems)
+    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    if isinstance(hidden, int) and isinstance(heads, int):
+        if heads > hidden:
+            bad("num_attention_heads", f"{heads} heads are more than the hidden size {hidden}")
+        elif getattr(text, "head_dim", None) is None and hidden % heads:
+            bad("num_attention_heads", f"hidden size {hidden} cannot be split into {heads} heads")
+        groups = getattr(text, "num_key_value_heads", None)
+        if isinstance(groups, int) and heads % groups:
+            bad("num_key_value_heads", f"{heads} heads cannot share {groups} key-value heads evenly")
+    if problems:
+        raise UserError(problems)
+
+
+def build(request: ProbeRequest) -> Any:
+    """The whole model on the meta device, adapters attached.
+
+    Raises:
+        UserError: no such model, not a causal LM, impossible sizes.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    from harness.args import ModelArguments
+    from harness.modeling import isolate_packed_documents, load_config
+
+    is_file = request.model is not None and request.model.endswith(".json")
+    config = load_config(
+        ModelArguments(
+            model_name_or_path=None if is_file else request.model,
+            config_name=request.model if is_file else None,
+            model_type=request.model_type,
+            config_overrides=request.config_overrides,
+            cache_dir=request.cache_dir,
+            trust_remote_code=request.trust_remote_code,
+        )
+    )
+    check_config(config)
+    attention = request.attention if request.attention in ("sdpa", "eager") else "sdpa"
+    isolate_packed_documents()
+    options = {"dtype": torch.float32, "trust_remote_code": request.trust_remote_code}
+    try:
+        with torch.device("meta"), no_init_weights():
+            try:
+                model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
+            except (ValueError, ImportError):
+                if attention == "eager":
+                    raise
+                model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
+    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, ZeroDivisionError) as error:
+        raise user_error("--model", f"cannot build this model: {str(error).splitlines()[0][:200]}", "check the config") from None
+    model.tie_weights()
+    if request.lora:
+        from peft import LoraConfig, get_peft_model
+
+        with torch.device("meta"):
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **request.lora), low_cpu_mem_usage=True).base_model.model
+    return model
+
+
+def _num(parameters: Sequence[Any]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """Sizes of a model (see `harness.model_shape.ModelShape`) and, per layer, which kind it is of."""
+    from harness.loss import head_is_plain
+    from harness.modeling import layer_units
+
+    text = model.config.get_text_config()
+    units = _blocks(layer_units(model))
+    patterns = getattr(text, "layer_types", None) or []
+    kinds: dict[Any, int] = {}
+    kind_of_layer: list[int] = []
+    described: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    share = _active_share(text)
+    for index, (_, unit) in enumerate(units):
+        parameters = list(unit.parameters())
+        shapes = tuple((tuple(p.shape), p.requires_grad) for p in parameters)
+        key = (type(unit).__name__, shapes, patterns[index] if index < len(patterns) else None)
+        if key not in kinds:
+            kinds[key] = len(kinds)
+            experts = [p for p in parameters if p.dim() == 3]
+            described.append(
+                {
+                    "num_parameters": _num(parameters),
+                    "num_trainable": _num([p for p in parameters if p.requires_grad]),
+                    "num_active": int(_num(parameters) - _num(experts) * (1 - share)),
+                    "num_small": _num([p for p in parameters if p.dim() < 2]),
+                    "largest_tensor": max((p.numel() for p in parameters), default=0),
+                    "num_tensors": len(parameters),
+                }
+            )
+        kind_of_layer.append(kinds[key])
+        seen |= {id(p) for p in parameters}
+    root = [p for p in model.parameters() if id(p) not in seen]
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    hidden = int(getattr(text, "hidden_size", 0) or embedding.weight.shape[1])
+    return {
+        "model_type": model.config.model_type,
+        "hidden_size": hidden,
+        "intermediate_size": int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        "num_heads": heads,
+        "num_key_value_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(text, "head_dim", None) or hidden // heads),
+        "vocab_size": int(embedding.weight.shape[0]),
+        "kinds": described,
+        "kind_of_layer": kind_of_layer,
+        "num_root": _num(root),
+        "num_root_trainable": _num([p for p in root if p.requires_grad]),
+        "num_embedding": embedding.weight.numel(),
+        "num_head": 0 if head is None else head.weight.numel(),
+        "tied": head is not None and head.weight is embedding.weight,
+        "head_trainable": head is not None and bool(head.weight.requires_grad),
+        "plain_head": head_is_plain(model),
+        "max_positions": _max_positions(text),
+    }
+
+
+def _max_positions(text: Any) -> int | None:
+    from harness.modeling import max_positions
+
+    return max_positions(text)
+
+
+def _active_share(text: Any) -> float:
+    """Experts that see a token, as a share of all; 1.0 for a dense model."""
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        experts = getattr(text, name, None)
+        if isinstance(experts, int) and experts > 0:
+            return min(1.0, float(getattr(text, "num_experts_per_tok", None) or 1) / experts)
+    return 1.0
+
+
+def _blocks(units: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Of all unsplittable modules, those of the longest list: the decoder's layers."""
+    families: dict[str, list[tuple[str, Any]]] = {}
+    for name, unit in units:
+        families.setdefault(name.rpartition(".")[0], []).append((name, unit))
+    return max(families.values(), key=len, default=[])
+
+
+def cut(model: Any, kind_of_layer: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """Shortens the model in place to the layers that must be measured; returns them and their kinds.
+
+    Layer 0 differs from others of its kind by what the embedding leaves behind, and the last one by the final norm, so every kind is
+    wanted once in between.
+    """
+    from harness.modeling import layer_units
+
+    inner = set(kind_of_layer[1:-1]) or set(kind_of_layer)
+    length = next(
+        (n for n in range(3, MAX_MEASURED_LAYERS + 1) if inner <= set(kind_of_layer[1 : n - 1])),
+        MAX_MEASURED_LAYERS,
+    )
+    length = min(length, len(kind_of_layer))
+    units = _blocks(layer_units(model))
+    parent = model.get_submodule(units[0][0].rpartition(".")[0])
+    del parent[length:]
+    text = model.config.get_text_config()
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, length)
+            break
+    return [unit for _, unit in units[:length]], list(kind_of_layer[:length])
+
+
+def replace_by_fake(model: Any, dtype: Any, lora_dtype: Any) -> list[Any]:
+    """Puts fake CPU tensors in the place of meta parameters and buffers, tied ones once; returns them. Call inside FakeTensorMode.
+
+    `Module.to_empty` cannot be used: torch refuses to swap fake parameters.
+    """
+    import torch
+
+    memo: dict[int, tuple[Any, Any]] = {}
+    for name, module in model.named_modules():
+        wide = lora_dtype if "lora_" in name else dtype
+        for table, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for key, old in table.items():
+                if old is None:
+                    continue
+                if id(old) not in memo:
+                    new = torch.empty(old.shape, dtype=wide if old.is_floating_point() and is_parameter else old.dtype, device="cpu")
+                    new = torch.nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                    memo[id(old)] = (old, new)
+                table[key] = memo[id(old)][1]
+    return [new for _, new in memo.values()]
+
+
+# -------------------------------------------------------------------------------------------------------------- the measurement
+
+
+@contextlib.contextmanager
+def _hooks(meter: Any, layers: Sequence[Any], state: dict[str, bool]) -> Iterator[None]:
+    """Marks the meter before and after every layer's forward and when the gradient of its output arrives."""
+    handles = []
+
+    def first_tensor(output: Any) -> Any:
+        return output[0] if isinstance(output, tuple) else output
+
+    for index, layer in enumerate(layers):
+
+        def before(module: Any, args: Any, index: int = index) -> None:
+            if state["forward"]:  # a recompute in backward runs the same hooks
+                meter.mark(f"before {index}")
+
+        def after(module: Any, args: Any, output: Any, index: int = index) -> None:
+            if state["forward"]:
+                meter.mark(f"after {index}")
+                first_tensor(output).register_hook(lambda gradient, index=index: meter.mark(f"gradient {index}"))
+
+        handles += [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _no_gradients_kept(parameters: Sequence[Any]) -> Callable[[], None]:
+    """Drops every parameter's gradient as soon as it is complete: engines account for gradients, a step only holds one at a time."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+
+    def release() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return release
+
+
+def _context(weights: str) -> Any:
+    import torch
+
+    return torch.autocast("cpu", torch.bfloat16, enabled=weights == "autocast")
+
+
+def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights: str, batch: int) -> Any:
+    """One forward and backward of the decoder (without head and loss); returns the meter with its trace and marks."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from harness.live_bytes import LiveBytes
+    from harness.modeling import documents
+
+    with FakeTensorMode():
+        tensors = replace_by_fake(model, torch.bfloat16 if weights == "bf16" else torch.float32, torch.float32)
+        meter = LiveBytes(num_experts=_num_experts(model))
+        for tensor in tensors:
+            meter.ignore(tensor)
+        state = {"forward": True}
+        release = _no_gradients_kept([t for t in tensors if isinstance(t, torch.nn.Parameter)])
+        input_ids = torch.zeros((batch, request.block_size), dtype=torch.long)
+        pack = torch.zeros((batch, request.block_size), dtype=torch.long) if request.documents else None
+        with _hooks(meter, layers, state), documents(pack), meter:
+            with _context(weights):
+                hidden = [model.get_decoder()(input_ids=input_ids, use_cache=False)[0]]
+                meter.mark("end")
+            state["forward"] = False
+            gradient = [torch.empty_like(hidden[0])]
+            meter.mark("backward")
+            torch.autograd.backward(hidden, gradient)
+            meter.mark("done")
+        release()
+    return meter
+
+
+def measure_layers(
+    model: Any, layers: Sequence[Any], kinds: Sequence[int], request: ProbeRequest, weights: str, mode: str
+) -> dict[str, Any]:
+    """Runs micro-batches of 1 and of 2 samples, which together tell every size: each allocation is a constant plus a share per sample.
+
+    Returns:
+        A `harness.model_shape.LayerMemory` as a dict.
+    """
+    from harness.modeling import set_activation_checkpointing
+
+    set_activation_checkpointing(model, mode)
+    model.train()
+    if request.lora and mode != "none":
+        model.enable_input_require_grads()  # a frozen embedding has no gradient, and checkpointing would then drop the adapters'
+    one, two = (run_layers(model, layers, request, weights, batch) for batch in (1, 2))
+    return _Pair(one, two).reduce(kinds)
+
+
+def _num_experts(model: Any) -> int:
+    text = model.config.get_text_config()
+    found = (getattr(text, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
+    return next((value for value in found if isinstance(value, int) and value > 0), 1)
+
+
+Line = list[int]  # [constant bytes, bytes per sample]
+
+
+def envelope(lines: Iterable[tuple[int, int]]) -> list[Line]:
+    """Those of the lines constant + slope x samples that are the highest somewhere from 1 sample on."""
+    unique = set(lines)
+    best = {max(unique, key=lambda line: (line[0] + line[1] * n, line[1])) for n in (*range(1, 17), *(2**k for k in range(5, 21)))}
+    return [list(line) for line in sorted(best)]
+
+
+class _Pair:
+    """Two meters of the same step with 1 and with 2 samples."""
+
+    def __init__(self, one: Any, two: Any) -> None:
+        self.one, self.two = one, two
+        self.aligned = len(one.trace) == len(two.trace) and all(one.marks[name][1] == two.marks[name][1] for name in one.marks)
+
+    def live(self, name: str) -> tuple[int, int]:
+        first, second = self.one.marks[name][0], self.two.marks[name][0]
+        return 2 * first - second, second - first
+
+    def peak(self, start: str, stop: str, above: tuple[int, int]) -> list[Line]:
+        """The highest the trace gets between two marks, over `above`."""
+        if not self.aligned:  # other operations for another batch size: only the peaks can be compared
+            tops = [max([m.marks[start][0], *m.trace[m.marks[start][1] : m.marks[stop][1]]]) for m in (self.one, self.two)]
+            pairs = [tuple(tops)]
+        else:
+            begin, end = self.one.marks[start][1], self.one.marks[stop][1]
+            pairs = [(self.one.marks[start][0], self.two.marks[start][0])]
+            pairs += list(zip(self.one.trace[begin:end], self.two.trace[begin:end], strict=True))
+        return envelope((2 * first - second - above[0], second - first - above[1]) for first, second in pairs)
+
+    def flops(self, start: str, stop: str) -> int:
+        return self.two.marks[stop][2] - self.two.marks[start][2] - (self.one.marks[stop][2] - self.one.marks[start][2])
+
+    def reduce(self, kinds: Sequence[int]) -> dict[str, Any]:
+        """What each kind of layer adds, and what remains when all layers are taken off."""
+        last = len(kinds) - 1
+        layers: dict[int, dict[str, Any]] = {}
+        for index in sorted(range(last + 1), key=lambda i: (0 < i < last, i)):  # inner layers last: their values are the ones that count
+            before, gradient = f"before {index}", f"gradient {index}"
+            following = f"before {index + 1}" if index < last else f"after {index}"
+            kept = _minus(self.live(following), self.live(before))
+            previous = layers.get(kinds[index], {})
+            layers[kinds[index]] = {
+                "forward_kept": kept,
+                "backward_kept": _minus(self.live(gradient), self.live(f"gradient {index - 1}"))
+                if index
+                else previous.get("backward_kept", kept),
+                "forward_peak": self.peak(before, following, self.live(before)),
+                "backward_peak": self.peak(gradient, f"gradient {index - 1}" if index else "done", self.live(gradient)),
+                "forward_flops": self.flops(before, following),
+                "backward_flops": self.flops(gradient, f"gradient {index - 1}")
+                if index
+                else previous.get("backward_flops", self.flops(gradient, "done")),
+            }
+        forward = [layers[kind]["forward_kept"] for kind in kinds]
+        end = self.live("end")
+        return {
+            "forward_start": _minus(self.live(f"before {last}"), *forward[:-1]),
+            "forward_base": _minus(end, *forward),
+            "backward_base": _minus(self.live(f"gradient {last}"), *(layers[kind]["backward_kept"] for kind in kinds)),
+            "norm_forward_peak": self.peak(f"after {last}", "end", end),
+            "norm_backward_peak": self.peak("backward", f"gradient {last}", self.live(f"gradient {last}")),
+            "layers": [layers[kind] for kind in sorted(layers)],
+        }
+
+
+def _minus(value: tuple[int, int], *others: tuple[int, int]) -> Line:
+    return [value[0] - sum(other[0] for other in others), value[1] - sum(other[1] for other in others)]
+
+
+def measure_loss(shape: dict[str, Any], weights: str, num_tokens: int, chunk: int) -> tuple[int, int]:
+    """Peak of the loss above its input (forward and backward, the input's gradient included), and its FLOPs."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from harness.live_bytes import LiveBytes
+    from harness.loss import chunked_cross_entropy_sum
+
+    with FakeTensorMode():
+        dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+        hidden = torch.empty((num_tokens, shape["hidden_size"]), dtype=dtype, requires_grad=True)
+        head = torch.nn.Parameter(torch.empty((shape["vocab_size"], shape["hidden_size"]), dtype=dtype), shape["head_trainable"])
+        targets = torch.zeros((num_tokens,), dtype=torch.long)
+        meter = LiveBytes(in_place_shape=head.shape)
+        for tensor in (hidden, head, targets):
+            meter.ignore(tensor)
+        release = _no_gradients_kept([head])
+        with meter:
+            with _context(weights):
+                loss = [chunked_cross_entropy_sum(hidden, head, None, targets, chunk)]
+            torch.autograd.backward(loss)
+        release()
+    return max(meter.trace), meter.flops
+
+
+def measure_losses(shape: dict[str, Any], weights: str, block_size: int, chunks: Sequence[int]) -> list[dict[str, Any]]:
+    """Memory of the loss per chunk size, as lines in the number of tokens of a micro-batch.
+
+    With chunks only the input's gradient grows with the tokens, so three chunks tell all; without, two sizes do.
+    """
+    results = []
+    for chunk in chunks:
+        first, second = (3 * chunk, 4 * chunk) if chunk else (block_size, 8 * block_size)
+        (low, low_flops), (high, high_flops) = (measure_loss(shape, weights, tokens, chunk) for tokens in (first, second))
+        slope = (high - low) / (second - first)
+        results.append(
+            {
+                "weights": weights,
+                "chunk": chunk,
+                "line": [low - slope * first, slope],
+                "flops_per_token": (high_flops - low_flops) / (second - first),
+            }
+        )
+    return results
+
+
+def probe(request: ProbeRequest) -> dict[str, Any]:
+    """Everything asked for; the answer is what `harness.model_shape.Measured.from_dict` reads.
+
+    Raises:
+        UserError: no such model, or one that cannot be built.
+    """
+    model = build(request)
+    shape = describe(model)
+    layers, kinds = cut(model, shape["kind_of_layer"])
+    points: list[dict[str, Any]] = []
+    failures: list[dict[str, str]] = []
+    losses: list[dict[str, Any]] = []
+    gc.disable()  # nothing here is freed by it, and its timing must not show
+    for weights in request.weights:
+        for mode in request.checkpointing:
+            try:
+                values = measure_layers(model, layers, kinds, request, weights, mode)
+                points.append({"weights": weights, "checkpointing": mode, **values})
+            except UserError as error:
+                failures.append({"weights": weights, "checkpointing": mode, "reason": error.findings[0].message})
+            except Exception as error:  # any model's code may do what fake tensors cannot: closed forms take over
+                failures.append({"weights": weights, "checkpointing": mode, "reason": f"{type(error).__name__}: {str(error)[:200]}"})
+        losses += measure_losses(shape, weights, request.block_size, request.loss_chunks if shape["plain_head"] else [0])
+    return {"version": PROBE_VERSION, "shape": shape, "layers": points, "losses": losses, "failures": failures}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the answer to the request in `argv[0]` as JSON; findings instead, and exit code 2, when the request is wrong."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a plan reads what is here; it waits for no network
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    request = ProbeRequest(**json.loads(argv[0]))
+    real_stdout = os.dup(1)
+    os.dup2(2, 1)  # whatever libraries print must not get into the JSON
+    try:
+        answer, code = probe(copy.deepcopy(request)), 0
+    except UserError as error:
+        answer, code = {"findings": [dataclasses.asdict(finding) for finding in error.findings]}, 2
+    with os.fdopen(real_stdout, "w", encoding="utf-8") as stream:
+        json.dump(answer, stream)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,231 @@
+"""What each engine keeps and borrows on a card beside the activations, in closed form: states, gather and reduce buffers, host memory.
+
+Pure code. Formulas follow torch's FSDP2 (`torch/distributed/fsdp/_fully_shard`), torch's DDP, and DeepSpeed 0.19
+(`runtime/zero/stage_1_and_2.py`, `stage3.py`, `partitioned_param_coordinator.py`); DeepSpeed cannot be traced under fake tensors.
+P are parameters, N the ranks that share one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from harness.ladder import MemorySettings
+from harness.model_shape import ModelShape, RunShape
+
+GIB = 2**30
+
+# Optimizer state per trainable parameter, bytes. torchao's 8-bit Adam: two bytes and a float32 scale per block of 256 for each.
+OPTIMIZER_STATE_BYTES: dict[str, float] = {
+    "adamw_torch_fused": 8.0,
+    "adamw_torch": 8.0,
+    "adamw_apex_fused": 8.0,
+    "adamw_8bit": 2.0 + 2 * 4 / 256,
+    "sgd": 0.0,
+    "adafactor": 0.01,
+}
+
+# Python, CUDA's libraries and the data loader of one training process.
+PROCESS_HOST_BYTES = int(3.5 * GIB)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineMemory:
+    """One rank's memory beside activations, in bytes.
+
+    Attributes:
+        parameters: resident weights, master copies excepted.
+        gradients: resident from the first backward of a step to its end, or always.
+        growing_gradients: per trainable parameter, gradients that appear as the first backward of a step goes along and are gone after
+            the update; they only exist everywhere when its last layer is reached.
+        optimizer: states and float32 master copies.
+        buffers: communication buffers that stay.
+        forward_gather: weights gathered while a layer runs forward; likewise `loss_gather`, `backward_gather`.
+        held_per_parameter: gathered weights of a layer that stay from its forward to its backward, per parameter.
+        head_gradient: gradient of the head, kept whole from the loss to the end of backward.
+        root_grows: gradients outside the layers appear as they are computed; else only with the last reduction.
+        reduce: gradients of a layer before they are reduced.
+        pending: reduction of the layer above, still under way.
+        last_reduce: the same for what is outside the layers, at the end of backward when activations are gone.
+        step: what an update needs on top of everything resident.
+        host: resident host memory of this rank.
+        nvme: bytes of this rank on an NVMe disk.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    growing_gradients: float = 0.0
+    optimizer: float = 0.0
+    buffers: float = 0.0
+    forward_gather: float = 0.0
+    loss_gather: float = 0.0
+    backward_gather: float = 0.0
+    held_per_parameter: float = 0.0
+    head_gradient: float = 0.0
+    root_grows: bool = True
+    reduce: float = 0.0
+    pending: float = 0.0
+    last_reduce: float = 0.0
+    step: float = 0.0
+    host: float = 0.0
+    nvme: float = 0.0
+
+
+def optimizer_bytes(run: RunShape) -> float:
+    """State of the optimizer per trainable parameter.
+
+    Raises:
+        ValueError: an optimizer that is not known.
+    """
+    if run.optimizer not in OPTIMIZER_STATE_BYTES:
+        raise ValueError(f"unknown optimizer {run.optimizer}; known are {', '.join(OPTIMIZER_STATE_BYTES)}")
+    return OPTIMIZER_STATE_BYTES[run.optimizer]
+
+
+def width(run: RunShape) -> int:
+    """Bytes of a number in the products."""
+    return 4 if run.precision == "fp32" else 2
+
+
+def engine_memory(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """The engine's share of one rank."""
+    functions = {"ddp": _ddp, "device_map": _device_map, "fsdp": _fsdp, "zero1": _zero12, "zero2": _zero12, "zero3": _zero3}
+    memory = functions[run.engine](shape, run, settings)
+    snapshots = 2 * (4 + optimizer_bytes(run)) * shape.num_trainable / run.num_shards if run.snapshots else 0.0
+    return dataclasses.replace(memory, host=memory.host + PROCESS_HOST_BYTES + snapshots)
+
+
+def _frozen_width(run: RunShape) -> int:
+    """Frozen weights have no master copy: they stay in the dtype of the products."""
+    return width(run)
+
+
+def _update_copy(run: RunShape) -> int:
+    """Bytes per parameter that an update borrows: torch's multi-tensor Adam makes one more copy, fused Adam none."""
+    return 4 if run.optimizer == "adamw_torch" else 0
+
+
+def _ddp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """float32 weights and gradients; DDP's buckets are the gradients themselves (`gradient_as_bucket_view`)."""
+    trained = shape.num_trainable
+    many = run.num_processes > 1
+    return EngineMemory(
+        parameters=4 * trained + _frozen_width(run) * shape.num_frozen,
+        gradients=4 * trained if many else 0,
+        growing_gradients=0.0 if many else 4.0,
+        optimizer=optimizer_bytes(run) * trained,
+        step=_update_copy(run) * trained,
+    )
+
+
+def _device_map(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """The same on one process, spread evenly over its cards."""
+    alone = _ddp(shape, dataclasses.replace(run, num_processes=1), settings)
+    count = run.num_processes
+    return dataclasses.replace(
+        alone,
+        parameters=alone.parameters / count,
+        growing_gradients=alone.growing_gradients / count,
+        optimizer=alone.optimizer / count,
+        step=alone.step / count,
+    )
+
+
+def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """float32 shards; layers gathered one by one, the next one already on its way; everything else is one group, gathered throughout.
+
+    While a layer runs backward there are its weights, those of the layer before it (prefetched), and the reduce-scatter input of the
+    layer after it. Gradients stay unsharded until their group's backward ends: the head's therefore until the very end.
+    """
+    shards, trained, w = run.num_shards, shape.num_trainable, width(run)
+    reduced = 4 if run.reduce_in_float32 else w
+    layer = shape.largest_layer
+    root = w * shape.num_root
+    one = w * layer.num_parameters
+    all_layers = w * (shape.num_parameters - shape.num_root)
+    reshards = settings.reshard_after_forward
+    offload = settings.param_offload != "none"
+    resident = (4 * trained + _frozen_width(run) * shape.num_frozen) / shards
+    states = optimizer_bytes(run) * trained / shards
+    gradients = 4 * trained / shards
+    return EngineMemory(
+        parameters=0 if offload else resident,
+        growing_gradients=0.0 if offload else 4.0 / shards,
+        optimizer=0 if offload else states,
+        forward_gather=root + (2 * one if reshards else all_layers),
+        loss_gather=root + (one if reshards else all_layers),
+        backward_gather=root + (2 * one if reshards else 0),
+        held_per_parameter=0 if reshards else w,
+        head_gradient=w * shape.num_head if shape.head_trainable else 0,
+        root_grows=False,
+        reduce=w * min(layer.largest_tensor, layer.num_trainable),
+        pending=reduced * layer.num_trainable,
+        last_reduce=(w + reduced) * shape.num_root_trainable,
+        step=0 if offload else _update_copy(run) * trained / shards,
+        host=(resident + states + gradients) if offload else 0,
+    )
+
+
+def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """Whole 16-bit weights; float32 master copies and states are sharded; stage 2 shards the reduced gradients too.
+
+    The update makes a flat copy of the shard's gradients and a float32 one. Offloaded, all of that lives on the host.
+    """
+    shards, trained, w = run.num_processes, shape.num_trainable, width(run)
+    zero = run.zero.resolved(shape.hidden_size)
+    bucket = settings.reduce_bucket_size or zero.reduce_bucket_size or 0
+    states = (4 + optimizer_bytes(run)) * trained / shards
+    offload = settings.optimizer_offload > 0
+    partitioned = run.engine == "zero2"
+    largest = max(shape.largest_layer.largest_tensor, shape.num_embedding if shape.num_root_trainable else 0)
+    return EngineMemory(
+        parameters=w * shape.num_parameters,
+        gradients=w * trained / shards if partitioned and not offload else 0,
+        growing_gradients=0.0 if partitioned else float(w),
+        optimizer=0 if offload else states,
+        buffers=w * bucket * (2 if run.zero.overlap_comm else 1),
+        reduce=w * largest,
+        last_reduce=w * largest,
+        step=0 if offload else (w + 4) * trained / shards,
+        host=(states + 4 * trained / shards) if offload else 0,
+    )
+
+
+def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
+    """Everything sharded. How much stays gathered is DeepSpeed's choice within its limits.
+
+    A parameter is released after use unless it is used again within `max_reuse_distance` parameters: at the turn from forward to
+    backward the last half of that distance stays. `max_live_parameters` limits gathering ahead.
+    """
+    shards, trained, w = run.num_processes, shape.num_trainable, width(run)
+    zero = run.zero.resolved(shape.hidden_size)
+    bucket = settings.reduce_bucket_size or zero.reduce_bucket_size or 0
+    prefetch = settings.prefetch_bucket_size or zero.prefetch_bucket_size or 0
+    live_limit = settings.max_live_parameters or zero.max_live_parameters
+    reuse = min(zero.max_reuse_distance, live_limit)
+    layer = shape.largest_layer
+    kept = reuse / 2 + max(layer.num_parameters, shape.num_head)
+    turn = min(shape.num_parameters, max(kept, layer.num_parameters) + prefetch)
+    running = min(shape.num_parameters, layer.num_parameters + prefetch)
+    states = (4 + optimizer_bytes(run)) * trained / shards
+    share = settings.optimizer_offload
+    offload_parameters = settings.param_offload != "none"
+    persistent = w * shape.num_small if (zero.persistence_threshold or 0) >= shape.hidden_size else 0
+    weights = w * shape.num_parameters / shards
+    group = min(run.zero.sub_group_size, trained / shards)
+    on_disk = settings.param_offload == "nvme"
+    host = share * states + (6 * trained / shards if share else 0)
+    return EngineMemory(
+        parameters=(0 if offload_parameters else weights) + persistent,
+        gradients=0 if share else w * trained / shards,
+        optimizer=(1 - share) * states,
+        buffers=w * bucket,
+        forward_gather=w * running,
+        loss_gather=w * turn,
+        backward_gather=w * turn,
+        head_gradient=0,
+        reduce=w * (bucket + min(layer.largest_tensor, layer.num_trainable)),
+        last_reduce=w * (bucket + (shape.num_embedding if shape.num_root_trainable else 0)),
+        step=(w + 4) * group * (1 - share),
+        host=(5 * w * max(100_000_000, shape.num_embedding) if on_disk else host + (weights if offload_parameters else 0)),
+        nvme=(states + weights) if on_disk else 0,
+    )

@@ -1,0 +1,105 @@
+"""A meter of living tensors: what a step keeps at every moment, followed operation by operation under fake tensors."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+_ROUNDING_BYTES = 512  # what CUDA's caching allocator rounds every block to
+_aten = torch.ops.aten
+
+
+class LiveBytes(TorchDispatchMode):
+    """Records the bytes of all living storages after every allocation, and counts FLOPs.
+
+    torch's own trackers (`torch.distributed._tools`) report peaks per module; here the whole trace is wanted, because the traces of two
+    batch sizes give every allocation as a constant plus a share per sample.
+
+    Args:
+        num_experts: of the model; torch's grouped product does not show it in the shapes of a weight gradient.
+        in_place_shape: autograd adds gradients of this shape into the one that is there. It does so with every real tensor that
+            nothing else refers to, but never with fake ones.
+
+    Attributes:
+        live: bytes alive now.
+        trace: bytes alive after each allocation.
+        marks: name -> (live bytes, allocations so far, FLOPs so far).
+    """
+
+    def __init__(self, num_experts: int = 1, in_place_shape: torch.Size | None = None) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.in_place_shape = in_place_shape
+        self.live = 0
+        self.flops = 0
+        self.trace: list[int] = []
+        self.marks: dict[str, tuple[int, int, int]] = {}
+        self._seen: dict[int, Any] = {}
+        self._ignored: list[Any] = []
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Leaves a tensor out (parameters: the engines account for them)."""
+        storage = tensor.untyped_storage()
+        self._ignored.append(storage)
+        self._seen[id(storage)] = None
+
+    def mark(self, name: str) -> None:
+        self.marks[name] = (self.live, len(self.trace), self.flops)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._seen:
+            return
+        num_bytes = -(-storage.nbytes() // _ROUNDING_BYTES) * _ROUNDING_BYTES
+
+        def gone(_: Any) -> None:
+            self.live -= num_bytes
+            del self._seen[key]
+
+        self._seen[key] = weakref.ref(storage, gone)
+        self.live += num_bytes
+        self.trace.append(self.live)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._grouped_mm.default:
+            out = self._grouped_mm(args[0], args[1])
+            self.flops += 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+        elif func is _aten.add.Tensor and self._adds_gradients(args):
+            out = args[0].add_(args[1])
+        else:
+            out = func(*args, **kwargs)
+            self.flops += _flops(func, args, kwargs, out)
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf)
+        return out
+
+    def _adds_gradients(self, args: Any) -> bool:
+        shape = self.in_place_shape
+        return shape is not None and isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape == shape
+
+    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Shape of torch's grouped product: its own shape function refuses float32, which the CUDA kernel takes."""
+        if a.dim() == 2 and b.dim() == 2:
+            return a.new_empty((self.num_experts, a.shape[0], b.shape[1]))
+        return a.new_empty((*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (a.shape[1], b.shape[-1]))
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    name = func._schema.name
+    if "_scaled_dot_product_flash_attention_for_cpu" in name:  # not in torch's own table
+        backward = name.endswith("backward")
+        query, key = args[1:3] if backward else args[:2]
+        causal = args[7] if backward else (args[4] if len(args) > 4 else kwargs.get("is_causal", False))
+        batch, heads, length, head_dim = query.shape
+        product = 2 * batch * heads * length * key.shape[2] * head_dim
+        return (5 if backward else 2) * product // (2 if causal else 1)
+    counter = flop_registry.get(func._overloadpacket)
+    return int(counter(*args, **kwargs, out_val=out)) if counter else 0

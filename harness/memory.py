@@ -1,0 +1,386 @@
+"""Peak memory of one rank, before the job starts.
+
+    estimate = estimate_memory(settings, measured, run)
+    estimate.expected_bytes, estimate.peak_phase, estimate.parts
+
+Three sources, and every figure says which it is from: state bytes counted from the model's parameters; activations and the loss measured
+on the model's own code under fake tensors (`harness.activation_probe`, in a child process); transient buffers of the engines in closed
+form (`harness.engine_memory`). The peak is the highest of the phases of a step. What the allocator strands and what CUDA and NCCL take
+is a range: low, expected, high; a machine's own measurements narrow it (`record_measurement`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.engine_memory import GIB, engine_memory, optimizer_bytes, width
+from harness.findings import Finding, UserError, user_error
+from harness.ladder import MemorySettings
+from harness.model_shape import Measured, RunShape, at, top
+
+# What a process allocates through torch besides tensors: cuBLAS workspaces (32 MiB a stream on Hopper) and small change.
+WORKSPACE_BYTES = 96 * 2**20
+# Reserved over allocated with expandable segments, and what CUDA, cuBLAS and NCCL take outside the allocator: (low, expected, high).
+# Measured elsewhere at 1.05 to 1.12, 0.5 to 0.9 GiB and 1 to 2 GiB (stas00/ml-engineering, training/performance).
+RESERVED_FACTOR = (1.0, 1.03, 1.08)
+CONTEXT_BYTES = (int(0.45 * GIB), int(0.6 * GIB), int(0.9 * GIB))
+NCCL_BYTES = (int(0.3 * GIB), int(0.8 * GIB), int(1.5 * GIB))
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A moment of a step and what is on the card then: part -> bytes."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of one rank, bytes.
+
+    Attributes:
+        phases: forward, loss, backward, reduction, update; the peak is the highest.
+        allocated_bytes: expected `torch.cuda.max_memory_allocated`.
+        low_bytes, expected_bytes, high_bytes: of the whole card, as `mem_get_info` sees it. "Fits" means the high figure.
+        host_bytes: of one node.
+        nvme_bytes: of one node, on its NVMe disk.
+        checkpoint_bytes: on disk, all ranks together.
+        closed_forms: parts that could not be measured on the model's code.
+    """
+
+    phases: tuple[Phase, ...]
+    allocated_bytes: int
+    low_bytes: int
+    expected_bytes: int
+    high_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    checkpoint_bytes: int
+    closed_forms: tuple[str, ...] = ()
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda phase: phase.total_bytes).name
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What is on the card at the peak."""
+        return max(self.phases, key=lambda phase: phase.total_bytes).parts
+
+    def to_dict(self) -> dict[str, Any]:
+        values = dataclasses.asdict(self)
+        values["peak_phase"] = self.peak_phase
+        return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """Corrections learnt from real steps on this machine: measured over predicted."""
+
+    allocated: float = 1.0
+    reserved: float | None = None
+    outside_bytes: int | None = None
+
+
+def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape, factors: Factors | None = None) -> MemoryEstimate:
+    """Predicts one rank's peak.
+
+    Args:
+        settings: what the planner may change.
+        measured: the model's sizes and activations for `run.block_size`.
+        run: the job.
+        factors: this machine's corrections.
+
+    Raises:
+        ValueError: the measurement is for another block size, or the optimizer is not known.
+    """
+    if measured.block_size != run.block_size:
+        raise ValueError(f"measured for blocks of {measured.block_size} tokens, not {run.block_size}")
+    step = _Step(settings, measured, run)
+    phases = step.phases()
+    factors = factors or Factors()
+    allocated = max(phase.total_bytes for phase in phases) * factors.allocated
+    many = run.num_processes > 1 and run.engine != "device_map"
+    totals = []
+    for index in range(3):
+        outside = CONTEXT_BYTES[index] + (NCCL_BYTES[index] if many else 0)
+        reserved = RESERVED_FACTOR[index]
+        if factors.reserved is not None:
+            reserved = factors.reserved * (1.0, 1.0, 1.03)[index]
+        if factors.outside_bytes is not None:
+            outside = factors.outside_bytes
+        totals.append(int(allocated * reserved + outside))
+    closed = [] if step.layers.measured else [f"activations ({settings.activation_checkpointing})"]
+    closed += [] if step.loss.measured else ["loss"]
+    return MemoryEstimate(
+        phases=tuple(phases),
+        allocated_bytes=int(allocated),
+        low_bytes=totals[0],
+        expected_bytes=totals[1],
+        high_bytes=totals[2],
+        host_bytes=int((step.engine.host + step.offloaded_bytes()) * (1 if run.engine == "device_map" else run.num_local)),
+        nvme_bytes=int(step.engine.nvme * run.num_local),
+        checkpoint_bytes=int(checkpoint_bytes(measured, run)),
+        closed_forms=tuple(closed),
+    )
+
+
+def checkpoint_bytes(measured: Measured, run: RunShape) -> float:
+    """Size of one checkpoint on disk, all ranks together: weights as kept, master copies and optimizer states."""
+    shape = measured.shape
+    states = optimizer_bytes(run) * shape.num_trainable
+    if run.engine.startswith("zero"):
+        return width(run) * shape.num_parameters + 4 * shape.num_trainable + states
+    return 4 * shape.num_trainable + width(run) * shape.num_frozen + states
+
+
+class _Step:
+    """One optimizer step of one rank: what is on the card at each moment."""
+
+    def __init__(self, settings: MemorySettings, measured: Measured, run: RunShape) -> None:
+        self.settings, self.shape, self.run = settings, measured.shape, run
+        self.batch = settings.micro_batch_size
+        self.engine = engine_memory(measured.shape, run, settings)
+        self.layers = measured.layer_memory(run.weights, settings.activation_checkpointing)
+        self.loss = measured.loss_memory(run.weights, settings.loss_chunk_size)
+        self.kinds = list(self.shape.kind_of_layer)
+        if run.engine == "device_map":  # the card with the head, and its share of the layers
+            share = -(-len(self.kinds) // run.num_processes)
+            self.kinds = self.kinds[-share:]
+        # Liger keeps less: the norms' float32 copies (8h bytes a token) and one tensor of the feed-forward width (2f).
+        per_token = 8.0 * self.shape.hidden_size + 2.0 * self.shape.intermediate_size
+        self.saving = self.batch * run.block_size * per_token if run.fused_layers else 0.0
+        self.everything_kept = settings.activation_checkpointing == "none"
+        self.accumulated = self.engine.growing_gradients * self.shape.num_trainable
+        # From the second micro-batch on, the gradients of the first are all there.
+        self.before = self.accumulated if run.samples_per_step > self.batch else 0.0
+
+    def kept(self, name: str, kind: int) -> float:
+        """What a layer leaves on the card: `name` is forward_kept or backward_kept."""
+        if self.settings.activation_offload:
+            return 0.0
+        return at(getattr(self.layers.layers[kind], name), self.batch) - (self.saving if self.everything_kept else 0.0)
+
+    def offloaded_bytes(self) -> float:
+        """Saved activations that wait in host memory."""
+        if not self.settings.activation_offload:
+            return 0.0
+        return sum(at(self.layers.layers[kind].backward_kept, self.batch) for kind in self.kinds)
+
+    def phase(self, name: str, **parts: float) -> Phase:
+        engine = self.engine
+        values = {
+            "parameters": engine.parameters,
+            "gradients": engine.gradients,
+            "optimizer": engine.optimizer,
+            "buffers": engine.buffers,
+            "workspace": float(WORKSPACE_BYTES),
+        }
+        for key, value in parts.items():
+            values[key] = values.get(key, 0.0) + value
+        return Phase(name, {key: value for key, value in values.items() if value})
+
+    def phases(self) -> list[Phase]:
+        """The moments at which memory can be at its highest."""
+        layers, engine, batch = self.layers, self.engine, self.batch
+        end = at(layers.forward_base, batch) + sum(self.kept("forward_kept", kind) for kind in self.kinds)
+        under_last = at(layers.forward_start, batch) + sum(self.kept("forward_kept", kind) for kind in self.kinds[:-1])
+        rise = max(top(layers.layers[kind].forward_peak, batch) for kind in set(self.kinds)) - self.saving
+        forward = max(under_last + rise, end + top(layers.norm_forward_peak, batch))
+        loss = at(self.loss.line, batch * self.run.block_size)
+        root = 0.0 if engine.root_grows or self.before else engine.growing_gradients * self.shape.num_root_trainable
+        rest = at(layers.backward_base, batch)
+        return [
+            self.phase("forward", gradients=self.before, activations=forward, gather=engine.forward_gather),
+            self.phase("loss", gradients=self.before, activations=end, loss=loss, gather=engine.loss_gather),
+            max(self.backward(), key=lambda phase: phase.total_bytes),
+            self.phase("reduction", gradients=self.accumulated - root, activations=rest, reduce=engine.last_reduce),
+            self.phase("update", gradients=self.accumulated, update=engine.step),
+        ]
+
+    def backward(self) -> Iterator[Phase]:
+        """Backward of every layer, first to last: activations below it, its own, and the gradients of the layers above it."""
+        engine, kinds = self.engine, self.shape.kinds
+        below, held = at(self.layers.backward_base, self.batch), 0.0
+        trained_above = sum(kinds[kind].num_trainable for kind in self.kinds)
+        if engine.root_grows and self.shape.head_trainable and not self.shape.tied:
+            trained_above += self.shape.num_head
+        for index, kind in enumerate(self.kinds):
+            below += self.kept("backward_kept", kind)
+            held += engine.held_per_parameter * kinds[kind].num_parameters
+            trained_above -= kinds[kind].num_trainable
+            last = index == len(self.kinds) - 1
+            own = top(self.layers.layers[kind].backward_peak, self.batch) - (0.0 if self.everything_kept else self.saving)
+            if last:
+                own = max(own, top(self.layers.norm_backward_peak, self.batch))
+            yield self.phase(
+                "backward",
+                gradients=(self.before or engine.growing_gradients * trained_above) + engine.head_gradient,
+                activations=below + own,
+                gather=engine.backward_gather + held,
+                reduce=engine.reduce + (0.0 if last else engine.pending),
+            )
+
+
+# --------------------------------------------------------------------------------------------------- measuring in a child process
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of the planner: $HARNESS_CACHE, else $XDG_CACHE_HOME/harness, else ~/.cache/harness."""
+    own = os.environ.get("HARNESS_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness"
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write_json(path: Path, values: Any) -> None:
+    """Atomic, and silent where the cache cannot be written: it only saves time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(values), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return
+
+
+def _request_key(request: dict[str, Any]) -> str | None:
+    """Hash of everything the answer depends on; None where that cannot be known without loading the model's config."""
+    model = request.get("model")
+    content = ""
+    if model is not None:
+        path = Path(model)
+        file = path / "config.json" if path.is_dir() else path
+        if not file.is_file():
+            return None
+        content = file.read_text(encoding="utf-8", errors="replace")
+    code = b"".join((Path(__file__).parent / name).read_bytes() for name in ("activation_probe.py", "modeling.py", "loss.py"))
+    parts = [
+        {key: value for key, value in request.items() if key != "model"},
+        content,
+        hashlib.sha256(code).hexdigest(),
+        [importlib.metadata.version(name) for name in ("torch", "transformers", "peft")],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def measure(requests: Sequence[dict[str, Any]], timeout_s: float = 300.0) -> Measured:
+    """Measures a model in child processes, one per request, side by side; answers are cached.
+
+    Args:
+        requests: fields of `harness.activation_probe.ProbeRequest`; same model and block size, other weights.
+
+    Raises:
+        UserError: no such model, or sizes that cannot be.
+    """
+    folder = cache_folder() / "activations"
+    keys = [_request_key(request) for request in requests]
+    answers: list[Any] = [_read_json(folder / f"{key}.json") if key else None for key in keys]
+    children = {index: _start_child(request) for index, request in enumerate(requests) if answers[index] is None}
+    try:
+        for index, child in children.items():
+            try:
+                output, errors = child.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                raise user_error("--model", f"measuring it took longer than {timeout_s:.0f} s", "give a smaller --block_size") from None
+            answers[index] = _answer_of(child.returncode, output, errors)
+            key = keys[index]
+            if key is not None:
+                _write_json(folder / f"{key}.json", answers[index])
+    finally:
+        for child in children.values():
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+    parts = [Measured.from_dict(answer, request["block_size"]) for answer, request in zip(answers, requests, strict=True)]
+    result = parts[0]
+    for part in parts[1:]:
+        result = result.merged(part)
+    return result
+
+
+def _start_child(request: dict[str, Any]) -> subprocess.Popen[str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    # The child computes nothing: it needs no GPU, and a thread pool would only cost memory.
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "harness.activation_probe", json.dumps(request)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def _answer_of(code: int, output: str, errors: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(output)
+    except ValueError:
+        last = next((line for line in reversed(errors.strip().splitlines()) if line.strip()), f"it ended with code {code}")
+        raise user_error("--model", f"the model could not be measured: {last[:300]}", "check its config") from None
+    if "findings" in answer:
+        raise UserError(Finding(**finding) for finding in answer["findings"])
+    return dict(answer)
+
+
+# ------------------------------------------------------------------------------------------------- what this machine has taught us
+
+
+def record_measurement(machine: str, engine: str, predicted_bytes: int, allocated_bytes: int, reserved_bytes: int, used_bytes: int) -> None:
+    """Keeps a real step's peak beside its prediction; the last 20 per machine and engine.
+
+    Args:
+        machine: name of the card.
+        predicted_bytes: `MemoryEstimate.allocated_bytes` made with no factors.
+        allocated_bytes, reserved_bytes: `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
+        used_bytes: total minus free of `torch.cuda.mem_get_info`.
+    """
+    path = cache_folder() / "memory_factors.json"
+    values = _read_json(path) or {}
+    rows = values.setdefault(f"{machine}|{engine}", [])
+    rows.append([predicted_bytes, allocated_bytes, reserved_bytes, used_bytes])
+    values[f"{machine}|{engine}"] = rows[-20:]
+    _write_json(path, values)
+
+
+def machine_factors(machine: str, engine: str) -> Factors:
+    """Corrections from what was recorded: the worst of the last rows, so that a fit stays a fit."""
+    rows = (_read_json(cache_folder() / "memory_factors.json") or {}).get(f"{machine}|{engine}", [])
+    rows = [row for row in rows if len(row) == 4 and row[0] > 0 and row[1] > 0]
+    if not rows:
+        return Factors()
+    return Factors(
+        allocated=max(row[1] / row[0] for row in rows[-5:]),
+        reserved=max(row[2] / row[1] for row in rows[-5:]),
+        outside_bytes=max(max(row[3] - row[2], 0) for row in rows[-5:]),
+    )
+
+
+if __name__ == "__main__":
+    import runpy
+
+    sys.argv[0] = "harness plan"
+    runpy.run_module("harness.planner", run_name="__main__")
