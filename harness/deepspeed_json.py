@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -118,7 +118,7 @@ def decides(config: Mapping[str, Any], path: str) -> bool:
     return not is_open(config, path)
 
 
-def is_number(value: Any, length: int = 1) -> bool:
+def is_number(value: Any, length: int = 1) -> TypeGuard[Any]:
     if length > 1:
         return isinstance(value, (list, tuple)) and len(value) == length and all(is_number(item) for item in value)
     return isinstance(value, (int, float)) and not isinstance(value, bool)

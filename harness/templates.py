@@ -34,7 +34,7 @@ from harness.fsdp_templates import FsdpTemplate, fsdp_from_environment, fsdp_fro
 
 ADAM_TYPES = ("adam", "adamw")
 # Optimizers of ours that DeepSpeed counts as tested with ZeRO, and those it may replace by its CPU Adam.
-_TESTED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused")
+TESTED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_apex_fused")
 # DeepSpeed's schedules and the transformers schedule with the same shape.
 SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _PRECISION_FLAGS = ("precision", "bf16", "fp16")
@@ -392,7 +392,7 @@ def resolve_deepspeed_config(
     findings += _fill_precision(config, precision)
     findings += _fill_schedule(config, train, total_steps)
     _fill_zero(config, train, hidden_size, largest_parameter)
-    if "optimizer" not in config and train.optim not in _TESTED_OPTIMIZERS:
+    if "optimizer" not in config and train.optim not in TESTED_OPTIMIZERS:
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     return config, list(dict.fromkeys(findings))
@@ -455,7 +455,7 @@ def _fill_schedule(config: dict[str, Any], train: TrainArguments, total_steps: i
             message = f"the schedule ends at step {params['total_num_steps']}, the run at step {total_steps}"
             findings.append(Finding("warning", "scheduler.params.total_num_steps", message, 'remove it, or set it to "auto"'))
         warmup = params.get("warmup_num_steps")
-        if warmup is not None and is_number(warmup) and warmup >= total_steps:
+        if is_number(warmup) and warmup >= total_steps:
             message = f"warm-up takes {warmup} steps, but the run has {total_steps}: the learning rate never reaches its peak"
             findings.append(Finding("warning", "scheduler.params.warmup_num_steps", message, f"set it below {total_steps}"))
     return findings

@@ -1,0 +1,389 @@
+"""Rules about the flags of a run: against each other, against the model's folder, and against the machine.
+
+Imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import glob
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.args import Arguments
+from harness.findings import Finding
+from harness.machine import GIB, Machine
+
+# transformers' schedules (SchedulerType), and the keyword each of some needs.
+SCHEDULE_NAMES = (
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "reduce_lr_on_plateau",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "warmup_stable_decay",
+)
+_SCHEDULE_NEEDS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+_DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half"), "auto": ()}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml"}
+_WEIGHT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What a model's folder says about it, without loading anything.
+
+    Attributes:
+        model_type: its architecture; None where not known.
+        max_positions: longest sample it can take; None where not known.
+        num_params: its parameters, from the size of its weight files; None where there are none.
+        problems: why the folder cannot be used.
+    """
+
+    model_type: str | None = None
+    max_positions: int | None = None
+    num_params: int | None = None
+    problems: tuple[Finding, ...] = ()
+
+
+def model_facts(args: Arguments) -> ModelFacts:
+    """Reads config.json and the weight files' sizes of a local model; a hub name tells nothing here."""
+    model = args.model
+    source, key = (model.model_name_or_path, "--model_name_or_path") if model.model_name_or_path else (model.config_name, "--config_name")
+    if source is None:
+        return ModelFacts(model_type=model.model_type)
+    path = Path(source).expanduser()
+    if not path.exists():
+        if source.startswith(("/", "./", "../", "~")) or source.endswith(".json") or source.count("/") > 1:
+            return ModelFacts(problems=(Finding("error", key, f"{source} does not exist", "an existing folder, or a name on the hub"),))
+        return ModelFacts()
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        return ModelFacts(problems=(Finding("error", key, f"{source} has no config.json", "the folder that save_pretrained wrote"),))
+    except ValueError as error:
+        return ModelFacts(problems=(Finding("error", key, f"{file} is not JSON: {error}", "copy the model again"),))
+    config = config.get("text_config", config) | {"model_type": config.get("model_type")}
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    num_params, problems = _weights(path, config, key) if path.is_dir() and key == "--model_name_or_path" else (None, ())
+    return ModelFacts(config.get("model_type"), positions, num_params, problems)
+
+
+def _weights(folder: Path, config: Mapping[str, Any], key: str) -> tuple[int | None, tuple[Finding, ...]]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    for index in folder.glob("*.index.json"):
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError):
+            return None, (Finding("error", key, f"{index} is damaged", "copy the model again"),)
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            message = f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}"
+            return None, (Finding("error", key, message, "copy the model again"),)
+    if not files:
+        return None, (Finding("error", key, f"{folder} has a config but no weights", f"--config_name {folder} to train from scratch"),)
+    dtype = str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
+    return sum(file.stat().st_size for file in files) // _WEIGHT_DTYPE_BYTES.get(dtype, 4), ()
+
+
+def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:
+    """Everything wrong or odd in the flags.
+
+    Args:
+        args: the arguments, after the template decided.
+        engine: as `choose_engine` says.
+        num_processes: processes of the job.
+        environ: what the launcher exported.
+        machine: where it runs.
+    """
+    facts = model_facts(args)
+    num_local = int(environ.get("LOCAL_WORLD_SIZE", num_processes))
+    return [
+        *facts.problems,
+        *_process_findings(args, engine, num_local, machine),
+        *_precision_findings(args, machine),
+        *_kernel_findings(args, machine),
+        *_optimizer_findings(args),
+        *_schedule_findings(args),
+        *_interval_findings(args),
+        *_batch_findings(args, num_processes),
+        *_data_findings(args, facts, machine),
+        *_folder_findings(args, facts),
+        *_tracker_findings(args),
+        *_no_effect_findings(args, engine),
+    ]
+
+
+def offload_findings(args: Arguments, machine: Machine, num_machines: int, bytes_per_param: int, key: str) -> Iterator[Finding]:
+    """Whether offloaded state fits the host.
+
+    Args:
+        args: for the model.
+        machine: for its memory.
+        num_machines: over which the state is spread.
+        bytes_per_param: offloaded bytes for each parameter.
+        key: the setting that offloads.
+    """
+    num_params = model_facts(args).num_params
+    if num_params is None or not machine.host_memory_bytes:
+        return
+    needed = num_params * bytes_per_param / num_machines
+    if needed > machine.host_memory_bytes:
+        state = f"{needed / GIB:.0f} GiB of state for {num_params / 1e9:.1f}B parameters"
+        message = f"{state}, but the host has {machine.host_memory_bytes / GIB:.0f} GiB"
+        yield Finding("error", key, message, "more machines, NVMe offload, or no offload")
+
+
+# ---------------------------------------------------------------- processes, precision, kernels
+
+
+def _process_findings(args: Arguments, engine: str, num_local: int, machine: Machine) -> Iterator[Finding]:
+    num_gpus = len(machine.gpus)
+    if args.train.use_cpu:
+        if num_gpus:
+            yield Finding("info", "--use_cpu", f"leaves {num_gpus} cards idle")
+        return
+    if num_gpus and num_local > num_gpus:
+        message = f"{num_local} processes on this machine, which has {num_gpus} cards"
+        yield Finding("error", "num_processes", message, f"start {num_gpus} processes, or add --use_cpu")
+    elif num_local < num_gpus and engine != "device_map":
+        yield Finding("info", "num_processes", f"{num_local} of {num_gpus} cards are used", f"start {num_gpus} processes for all")
+    if num_local == 1 and engine == "fsdp":
+        yield Finding("info", "num_processes", "one process has nothing to shard with", "start one process for each card")
+
+
+def _precision_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
+    precision = args.train.precision
+    on_gpu = bool(machine.gpus) and not args.train.use_cpu
+    if precision == "bf16" and on_gpu and not machine.supports_bf16:
+        old = next(gpu for gpu in machine.gpus if gpu.compute_capability < (8, 0))
+        version = ".".join(map(str, old.compute_capability))
+        yield Finding("error", "--precision", f"{old.name} (compute capability {version}) has no bf16", "--precision fp16, or auto")
+    if precision == "fp16" and not on_gpu:
+        yield Finding("warning", "--precision", "fp16 on a CPU is slow and overflows", "--precision fp32, or bf16")
+    if args.train.tf32 and not (on_gpu and machine.supports_bf16):
+        yield Finding("info", "--tf32", "has no effect without a card of compute capability 8.0", "remove it")
+    dtype = args.model.torch_dtype
+    if dtype is not None and dtype not in _DTYPES:
+        close = [name for name, others in _DTYPES.items() if dtype in others] or difflib.get_close_matches(dtype, list(_DTYPES), n=1)
+        yield Finding(
+            "error",
+            "--torch_dtype",
+            f"{dtype} is not known",
+            f"did you mean {close[0]}?" if close else "float32, bfloat16, float16 or auto",
+        )
+
+
+def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
+    model, precision = args.model, args.train.precision
+    on_gpu = bool(machine.gpus) and not args.train.use_cpu
+    attention = model.attn_implementation
+    if attention in _FLASH:
+        if precision == "fp32":
+            yield Finding("error", "--attn_implementation", f"{attention} has no fp32", "--precision bf16, or --attn_implementation sdpa")
+        if not on_gpu:
+            yield Finding("error", "--attn_implementation", f"{attention} needs a GPU", "--attn_implementation sdpa")
+        elif importlib.util.find_spec("flash_attn") is None:
+            fix = "pip install flash-attn --no-build-isolation, or --attn_implementation sdpa"
+            yield Finding("error", "--attn_implementation", f"{attention} needs the package flash-attn", fix)
+    elif attention == "flash_attention":
+        yield Finding("error", "--attn_implementation", "flash_attention is not known", "did you mean flash_attention_2?")
+    if model.use_liger_kernel:
+        if model.no_custom_kernels:
+            yield Finding("error", "--use_liger_kernel", "and --no_custom_kernels contradict each other", "keep one")
+        elif importlib.util.find_spec("liger_kernel") is None:
+            yield Finding("error", "--use_liger_kernel", "needs the package liger-kernel", "pip install liger-kernel, or remove the flag")
+        elif not on_gpu:
+            yield Finding("error", "--use_liger_kernel", "needs a GPU", "remove the flag")
+    optim = args.train.optim
+    if optim == "adamw_apex_fused" and not on_gpu:
+        yield Finding("error", "--optim", "adamw_apex_fused needs a GPU", "--optim adamw_torch_fused")
+    if optim == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
+        yield Finding("error", "--optim", "adamw_8bit needs the package torchao", "pip install torchao, or --optim adamw_torch_fused")
+
+
+# ---------------------------------------------------------------- optimizer, schedule, intervals
+
+
+def _optimizer_findings(args: Arguments) -> Iterator[Finding]:
+    train = args.train
+    if train.learning_rate > 0.1:
+        yield Finding("warning", "--learning_rate", f"{train.learning_rate:g} is very large", "a value like 5e-5")
+    elif train.learning_rate == 0:
+        yield Finding("warning", "--learning_rate", "0 trains nothing", "a value like 5e-5")
+    if train.weight_decay >= 1:
+        yield Finding("warning", "--weight_decay", f"{train.weight_decay:g} shrinks weights faster than they learn", "a value like 0.1")
+    if train.optim in ("sgd", "adafactor"):
+        for name in ("adam_beta1", "adam_beta2", "adam_epsilon"):
+            if name in args.typed:
+                yield Finding("info", f"--{name}", f"has no effect with --optim {train.optim}", "remove it")
+
+
+def _schedule_findings(args: Arguments) -> Iterator[Finding]:
+    train = args.train
+    name = train.lr_scheduler_type
+    if name not in SCHEDULE_NAMES:
+        close = difflib.get_close_matches(name, SCHEDULE_NAMES, n=1, cutoff=0.4)
+        fix = f"did you mean {close[0]}?" if close else ", ".join(SCHEDULE_NAMES)
+        yield Finding("error", "--lr_scheduler_type", f"{name} is not known", fix)
+    options = json.loads(train.lr_scheduler_kwargs) if train.lr_scheduler_kwargs else {}
+    needed = _SCHEDULE_NEEDS.get(name, ())
+    if needed and not any(option in options for option in needed):
+        fix = f"--lr_scheduler_kwargs '{{\"{needed[0]}\": ...}}'"
+        yield Finding("error", "--lr_scheduler_kwargs", f"{name} needs {' or '.join(needed)}", fix)
+    warmup = train.warmup_ratio if train.warmup_ratio is not None else train.warmup_steps
+    if 0 < train.max_steps <= warmup and {"warmup_steps", "warmup_ratio"} & args.typed:
+        message = f"{warmup:g} steps of warm-up, but the run has {train.max_steps}: the learning rate never reaches its peak"
+        yield Finding("warning", "--warmup_steps", message, f"a number below {train.max_steps}")
+    if name == "constant" and warmup:
+        yield Finding("warning", "--warmup_steps", "has no effect with --lr_scheduler_type constant", "constant_with_warmup")
+
+
+def _interval_findings(args: Arguments) -> Iterator[Finding]:
+    train = args.train
+    total = train.max_steps
+    if total > 0:
+        if train.save_strategy == "steps" and train.save_steps > total and "save_steps" in args.typed:
+            message = f"{train.save_steps:g} is over --max_steps {total}: only the last step is saved"
+            yield Finding("info", "--save_steps", message, f"a number up to {total}")
+        if train.eval_strategy == "steps" and (train.eval_steps or 0) > total:
+            message = f"{train.eval_steps:g} is over --max_steps {total}: nothing is evaluated during training"
+            yield Finding("warning", "--eval_steps", message, f"a number up to {total}")
+        if train.logging_steps > total and "logging_steps" in args.typed:
+            yield Finding("info", "--logging_steps", f"{train.logging_steps:g} is over --max_steps {total}", f"a number up to {total}")
+        if {"max_steps", "num_train_epochs"} <= args.typed:
+            yield Finding("info", "--num_train_epochs", f"has no effect beside --max_steps {total}", "keep one")
+    if train.eval_strategy == "no" and "eval_steps" in args.typed:
+        yield Finding("warning", "--eval_steps", "has no effect with --eval_strategy no", "add --eval_strategy steps")
+    if train.load_best_model_at_end and train.save_strategy == train.eval_strategy == "steps":
+        every = train.eval_steps or train.logging_steps
+        if train.save_steps % every:
+            message = f"{train.save_steps:g} is no multiple of --eval_steps {every:g}: a best step may have no checkpoint"
+            yield Finding("error", "--save_steps", message, f"{max(1, round(train.save_steps / every)) * every:g}")
+    elif (
+        train.load_best_model_at_end
+        and train.save_strategy != train.eval_strategy
+        and "no" not in (train.save_strategy, train.eval_strategy)
+    ):
+        message = f"needs one rhythm, but saving goes by {train.save_strategy} and evaluation by {train.eval_strategy}"
+        yield Finding("error", "--load_best_model_at_end", message, f"--save_strategy {train.eval_strategy}")
+    if train.metric_for_best_model not in ("eval_loss", "eval_perplexity", "loss", "perplexity"):
+        yield Finding("error", "--metric_for_best_model", f"{train.metric_for_best_model} is not computed", "eval_loss or eval_perplexity")
+    if train.ddp_timeout < 60:
+        message = f"{train.ddp_timeout} s is shorter than a slow save or evaluation"
+        yield Finding("warning", "--ddp_timeout", message, "1800")
+
+
+# ---------------------------------------------------------------- batch and data
+
+
+def _batch_findings(args: Arguments, num_processes: int) -> Iterator[Finding]:
+    train, data = args.train, args.data
+    total, micro = train.target_batch_size, train.per_device_train_batch_size
+    unit = micro * num_processes
+    if total is not None and total % unit:
+        message = f"{total} is no multiple of per_device_train_batch_size * processes = {micro} * {num_processes}"
+        fixes = [f"--target_batch_size {max(1, round(total / unit)) * unit}"]
+        if total % num_processes == 0:
+            per_process = total // num_processes
+            size = max(size for size in range(1, min(micro, per_process) + 1) if per_process % size == 0)
+            fixes.append(f"--per_device_train_batch_size {size}")
+        yield Finding("error", "--target_batch_size", message, " or ".join(fixes))
+    step = total or unit * train.gradient_accumulation_steps
+    if data.max_train_samples is not None:
+        if data.max_train_samples < num_processes:
+            message = f"{data.max_train_samples} samples for {num_processes} processes"
+            yield Finding("error", "--max_train_samples", message, f"at least {num_processes}, or fewer processes")
+        elif data.max_train_samples < step:
+            message = f"{data.max_train_samples} samples do not fill one optimizer step of {step}"
+            yield Finding("warning", "--max_train_samples", message, f"at least {step}, or a smaller batch")
+    if 0 < train.loss_chunk_size < 64:
+        message = f"{train.loss_chunk_size} tokens at once make the loss slow and save nothing more"
+        yield Finding("warning", "--loss_chunk_size", message, "1024")
+
+
+def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iterator[Finding]:
+    data = args.data
+    for name in ("train_file", "validation_file"):
+        for pattern in getattr(data, name):
+            if not glob.glob(os.path.expanduser(pattern)):
+                yield Finding("error", f"--{name}", f"{pattern} does not exist", "an existing file, folder or glob")
+    if data.block_size is not None and facts.max_positions is not None and data.block_size > facts.max_positions:
+        message = f"{data.block_size} is over the model's limit of {facts.max_positions}"
+        yield Finding("error", "--block_size", message, f"--block_size {facts.max_positions}")
+    has_validation = bool(data.validation_file) or data.validation_split_percentage > 0 or bool(data.dataset_name)
+    if args.train.eval_strategy != "no" and not has_validation:
+        message = f"{args.train.eval_strategy}, but there is nothing to evaluate on"
+        yield Finding("error", "--eval_strategy", message, "--validation_file, or --validation_split_percentage 5")
+    workers = data.preprocessing_num_workers
+    if workers is not None and workers > machine.num_cpus:
+        yield Finding("info", "--preprocessing_num_workers", f"{workers} on {machine.num_cpus} cores gains nothing", str(machine.num_cpus))
+    overrides = args.model.config_overrides
+    for part in overrides.split(",") if overrides else ():
+        if not part.partition("=")[2].strip():
+            yield Finding("error", "--config_overrides", f"{part.strip()!r} is not name=value", "hidden_size=64,num_hidden_layers=2")
+    tokenizer = args.model.tokenizer_name
+    if tokenizer and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).expanduser().exists():
+        yield Finding("error", "--tokenizer_name", f"{tokenizer} does not exist", "an existing folder, a name on the hub, or bytes")
+
+
+# ---------------------------------------------------------------- folders, trackers, flags without effect
+
+
+def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
+    train = args.train
+    if train.output_dir:
+        target = Path(train.output_dir).absolute()
+        existing = next(parent for parent in (target, *target.parents) if parent.exists())
+        if not existing.is_dir():
+            yield Finding("error", "--output_dir", f"{existing} is a file", "a folder")
+        elif not os.access(existing, os.W_OK):
+            yield Finding("error", "--output_dir", f"cannot write to {existing}", "choose a folder you may write to")
+        else:
+            free = shutil.disk_usage(existing).free
+            needed = 16 * (facts.num_params or 0) + GIB // 4  # a checkpoint (fp32 and Adam) and final/
+            if free < needed:
+                message = f"{free / GIB:.1f} GiB are free at {existing}, and one checkpoint needs about {needed / GIB:.1f} GiB"
+                yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
+    resume = train.resume_from_checkpoint
+    if resume and resume.lower() not in ("auto", "latest", "true") and not Path(resume).is_dir():
+        yield Finding("error", "--resume_from_checkpoint", f"{resume} does not exist", "auto, latest, or a checkpoint folder")
+    if resume and train.overwrite_output_dir:
+        yield Finding("error", "--resume_from_checkpoint", "and --overwrite_output_dir contradict each other", "keep one")
+
+
+def _tracker_findings(args: Arguments) -> Iterator[Finding]:
+    names = args.train.report_to
+    if "none" in names and len(names) > 1:
+        yield Finding("error", "--report_to", f"none beside {', '.join(name for name in names if name != 'none')}", "keep one of the two")
+    for name in names:
+        package = _PACKAGES.get(name)
+        if package and importlib.util.find_spec(package) is None:
+            yield Finding(
+                "error", "--report_to", f"{name} needs a package that is not installed", f"pip install {package.replace('_', '-')}"
+            )
+
+
+def _no_effect_findings(args: Arguments, engine: str) -> Iterator[Finding]:
+    for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb"):
+        if name in args.typed and engine != "ddp":
+            yield Finding("info", f"--{name}", f"has no effect with the {engine} engine", "remove it")
+    if "nvme_path" in args.typed and engine != "zero":
+        yield Finding("warning", "--nvme_path", f"has no effect with the {engine} engine", "--deepspeed ds_configs/zero3_nvme.json")

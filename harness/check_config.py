@@ -1,0 +1,340 @@
+"""`harness check`: templates, arguments, launcher and machine against each other, everything at once, before anything is loaded.
+
+    harness check --config run.yaml --deepspeed ds_configs/zero3.json --num_processes 4
+    harness check --config_file accelerate.yaml --num_processes 8
+    harness check --hostfile hosts -- deepspeed --num_gpus 4 harness/run_clm.py --deepspeed ds_configs/zero3.json ...
+    harness check --write_template run.yaml
+
+`run_clm.py` runs the same rules (`check_run`) before it loads anything. Imports no torch: an answer takes about a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.args import GROUPS, Arguments, argument_names, from_config, parse_args, read_yaml
+from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
+from harness.check_arguments import check_arguments, model_facts, offload_findings
+from harness.check_deepspeed import check_deepspeed
+from harness.check_launch import Launch, check_environment, check_launch, parse_launch, read_hostfile
+from harness.deepspeed_json import get_value
+from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
+from harness.machine import Machine, detect_machine
+from harness.templates import TESTED_OPTIMIZERS, apply_launch_to_args, fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
+
+# Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.
+_OPTIMIZER_BYTES, _WEIGHT_BYTES = 16, 2
+
+
+def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str], machine: Machine | None = None) -> list[Finding]:
+    """Every rule that applies to one run; `args` is not changed.
+
+    Args:
+        args: as parsed; it makes no difference whether a template was already applied to them.
+        num_processes: processes of the job.
+        environ: what the launcher exported.
+        machine: where it runs; None: this machine.
+
+    Returns:
+        All findings, errors first.
+    """
+    machine = detect_machine(environ) if machine is None else machine
+    run = copy.deepcopy(args)
+    engine, findings = apply_launch_to_args(run, environ, num_processes)
+    num_machines = max(1, num_processes // max(1, int(environ.get("LOCAL_WORLD_SIZE", num_processes))))
+    try:
+        if engine == "zero":
+            findings += _zero_findings(run, environ, num_processes, machine, num_machines)
+        elif engine == "fsdp":
+            findings += _fsdp_findings(run, environ, num_processes, machine, num_machines)
+    except UserError as error:
+        findings += error.findings
+    findings += check_arguments(run, engine=engine, num_processes=num_processes, environ=environ, machine=machine)
+    findings += check_environment(environ)
+    return sort_findings(findings)
+
+
+def _zero_findings(
+    run: Arguments, environ: Mapping[str, str], num_processes: int, machine: Machine, num_machines: int
+) -> Iterator[Finding]:
+    template = load_deepspeed_template(run, environ)
+    if template is None:
+        return
+    own = check_deepspeed(template, num_processes=num_processes, machine=None if run.train.use_cpu else machine)
+    yield from own
+    if not any(finding.severity == "error" for finding in own):
+        total_steps = run.train.max_steps if run.train.max_steps > 0 else None
+        _, resolved = resolve_deepspeed_config(
+            template, run, num_processes, total_steps=total_steps, hidden_size=None, precision=run.train.precision
+        )
+        yield from resolved
+    zero = get_value(template, "zero_optimization", {})
+    zero = zero if isinstance(zero, Mapping) else {}
+    devices = {part: get_value(zero, f"{part}.device", "none") for part in ("offload_optimizer", "offload_param")}
+    in_host = _OPTIMIZER_BYTES * (devices["offload_optimizer"] == "cpu") + _WEIGHT_BYTES * (devices["offload_param"] == "cpu")
+    if in_host:
+        part = "offload_optimizer" if devices["offload_optimizer"] == "cpu" else "offload_param"
+        yield from offload_findings(run, machine, num_machines, in_host, f"zero_optimization.{part}")
+    untested = "optimizer" not in template and run.train.optim not in TESTED_OPTIMIZERS
+    if untested and template.get("zero_allow_untested_optimizer") is False:
+        message = f"false, and --optim {run.train.optim} is not one that DeepSpeed has tested with ZeRO"
+        yield Finding("error", "zero_allow_untested_optimizer", message, "true, or --optim adamw_torch_fused")
+    if untested and devices["offload_optimizer"] != "none":
+        message = f"{run.train.optim} has no CPU version in DeepSpeed: the offloaded update runs in plain PyTorch"
+        yield Finding("warning", "--optim", message, "--optim adamw_torch_fused")
+    if "nvme_path" in run.typed and "nvme" not in devices.values():
+        yield Finding("warning", "--nvme_path", "has no effect: the DeepSpeed file offloads nothing to NVMe", "ds_configs/zero3_nvme.json")
+    if num_processes == 1 and not in_host and "nvme" not in devices.values():
+        yield Finding("info", "num_processes", "one process has nothing to shard with", "start one process for each card")
+
+
+def _fsdp_findings(
+    run: Arguments, environ: Mapping[str, str], num_processes: int, machine: Machine, num_machines: int
+) -> Iterator[Finding]:
+    template = fsdp_template_of(run, environ)
+    if template is None:
+        return
+    template.group_sizes(num_processes, num_processes // num_machines)
+    yield from wrap_class_findings(list(template.wrap_class_names), model_facts(run).model_type)
+    if template.cpu_offload:
+        yield from offload_findings(run, machine, num_machines, _OPTIMIZER_BYTES, "fsdp_offload_params")
+        if run.train.optim == "adamw_8bit":
+            yield Finding("error", "--optim", "adamw_8bit does not run on offloaded shards", "--optim adamw_torch_fused")
+
+
+# ---------------------------------------------------------------- one dictionary
+
+
+@dataclasses.dataclass(frozen=True)
+class Consistency:
+    """Result of `check_config_consistency`.
+
+    Attributes:
+        is_valid: there is no error.
+        issues: every finding, errors first.
+        defaults: keys that the configuration leaves out, with the value that is then used.
+    """
+
+    is_valid: bool
+    issues: tuple[Finding, ...]
+    defaults: dict[str, Any]
+
+
+def check_config_consistency(config: Mapping[str, Any], *, num_processes: int = 1, machine: Machine | None = None) -> Consistency:
+    """Checks one dictionary: a DeepSpeed JSON, an accelerate YAML, or the arguments of a run, whichever its keys say.
+
+    The "deepspeed" of a run may be a path or the JSON's content as a dictionary.
+    """
+    machine = detect_machine() if machine is None else machine
+    defaults: dict[str, Any] = {}
+    if "distributed_type" in config or "fsdp_config" in config or "use_fsdp" in config:
+        findings = check_accelerate(config, machine=machine)
+    elif {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"} & set(config):
+        findings = _file_alone(config, num_processes, machine)
+    else:
+        values = dict(config)
+        if isinstance(values.get("deepspeed"), Mapping):
+            values["deepspeed"] = json.dumps(values["deepspeed"])
+        try:
+            args = from_config(values)
+            defaults = {name: value for name, value in args.to_dict().items() if name not in args.typed}
+            findings = [*args.notes, *check_run(args, num_processes=num_processes, environ={}, machine=machine)]
+        except UserError as error:
+            findings = error.findings
+    findings = sort_findings(findings)
+    return Consistency(not has_errors(findings), tuple(findings), defaults)
+
+
+def _file_alone(config: Mapping[str, Any], num_processes: int, machine: Machine) -> list[Finding]:
+    """A DeepSpeed JSON without a run: its own rules, and its batch sizes against the number of processes."""
+    findings = check_deepspeed(config, num_processes=num_processes, machine=machine)
+    if not has_errors(findings):
+        _, resolved = resolve_deepspeed_config(config, Arguments(), num_processes, total_steps=None, hidden_size=None, precision="auto")
+        findings += resolved
+    return findings
+
+
+# ---------------------------------------------------------------- the command
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harness check",
+        allow_abbrev=False,
+        description="Checks templates, arguments, launcher and machine against each other. Exit code 2 if there is an error.",
+        epilog="Any flag of run_clm.py may be given too; a launcher's whole command may follow after --.",
+    )
+    parser.add_argument("--config", help="YAML file with the run's arguments.")
+    parser.add_argument("--deepspeed", help="DeepSpeed JSON.")
+    parser.add_argument("--config_file", "--config-file", help="accelerate YAML.")
+    parser.add_argument("--hostfile", help="Hostfile of the deepspeed launcher.")
+    parser.add_argument(
+        "--num_processes", "--num-processes", type=int, help="Processes of the job. Default: as the files say, else the cards."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the findings as JSON.")
+    parser.add_argument("--write_template", "--write-template", metavar="YAML", help="Write a complete, commented file for --config.")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `harness check`. Returns 0, or 2 where there is an error."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    command: list[str] = []
+    if "--" in tokens:
+        command = tokens[tokens.index("--") + 1 :]
+        tokens = tokens[: tokens.index("--")]
+    options, run_tokens = _parser().parse_known_args(tokens)
+    try:
+        findings, differences = _check_all(options, run_tokens, command)
+        if options.write_template:
+            values = _values_of(run_tokens, options)
+            write_template(options.write_template, values)
+    except UserError as error:
+        findings, differences = sort_findings(error.findings), {}
+    if options.json:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        print(
+            json.dumps({"is_valid": not has_errors(findings), "issues": rows, "differs_from_default": differences}, indent=2, default=str)
+        )
+    else:
+        _print(findings, differences)
+        if options.write_template and not has_errors(findings):
+            print(f"written: {options.write_template}")
+    return 2 if has_errors(findings) else 0
+
+
+def _print(findings: Sequence[Finding], differences: Mapping[str, Any]) -> None:
+    if differences:
+        print("differs from the defaults: " + ", ".join(f"{name}={value}" for name, value in differences.items()))
+    if findings:
+        print(format_findings(findings))
+    counts = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "warning", "info")}
+    print(f"{counts['error']} errors, {counts['warning']} warnings, {counts['info']} infos")
+
+
+def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list[str]) -> tuple[list[Finding], dict[str, Any]]:
+    """Findings about everything that was named, and the arguments that differ from their defaults."""
+    environ = dict(os.environ)
+    machine = detect_machine(environ)
+    findings: list[Finding] = []
+    launch = parse_launch(command) if command else None
+    num_processes = options.num_processes
+    if launch is not None:
+        findings += check_launch(launch, environ, machine)
+        options.config_file = options.config_file or launch.options.get("--config_file")
+        num_processes = num_processes or launch.num_processes
+        run_tokens = [*run_tokens, *launch.script_args]
+    if options.hostfile:
+        hosts = _collect(findings, read_hostfile, options.hostfile)
+        num_processes = num_processes or (sum(hosts.values()) if hosts else None)
+    run_tokens = _run_tokens(run_tokens, options)
+    asks_for_run = any(token.startswith("--") for token in run_tokens if not token.startswith("--deepspeed"))
+    args = _collect(findings, parse_args, run_tokens) if asks_for_run else None
+    if options.config_file and Path(options.config_file).is_file():
+        yaml_config = _collect(findings, read_yaml, options.config_file, "--config_file")
+        if yaml_config is not None:
+            model_type = model_facts(args).model_type if args else None
+            findings += check_accelerate(yaml_config, num_processes=num_processes, machine=machine, model_type=model_type)
+            environ |= environment_of(yaml_config)
+            count = yaml_config.get("num_processes")
+            num_processes = num_processes or (count if isinstance(count, int) else None)
+    elif options.config_file:
+        findings.append(Finding("error", "--config_file", f"{options.config_file} does not exist", "the path of an accelerate YAML"))
+    num_processes = num_processes or _default_processes(launch, machine)
+    if args is not None:
+        findings += [*args.notes, *_of_run(args, num_processes, environ, machine)]
+    elif options.deepspeed:
+        template = _collect(findings, load_deepspeed_template, _only_deepspeed(options.deepspeed), {})
+        findings += _file_alone(template, num_processes, machine) if template is not None else []
+    return sort_findings(findings), args.non_defaults() if args else {}
+
+
+def _of_run(args: Arguments, num_processes: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:
+    """`check_run`, in an environment that speaks of this shell and not of a rank."""
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return check_run(args, num_processes=num_processes, environ={k: v for k, v in environ.items() if k not in ranks}, machine=machine)
+
+
+def _collect(findings: list[Finding], function: Any, *values: Any) -> Any:
+    """The function's result, or None with its findings added to the list."""
+    try:
+        return function(*values)
+    except UserError as error:
+        findings += error.findings
+        return None
+
+
+def _only_deepspeed(path: str) -> Arguments:
+    args = Arguments()
+    args.train.deepspeed = path
+    return args
+
+
+def _run_tokens(run_tokens: Sequence[str], options: argparse.Namespace) -> list[str]:
+    tokens = list(run_tokens)
+    if options.config:
+        tokens += ["--config", options.config]
+    if options.deepspeed:
+        tokens += ["--deepspeed", options.deepspeed]
+    return tokens
+
+
+def _default_processes(launch: Launch | None, machine: Machine) -> int:
+    return 1 if launch is not None and launch.launcher == "python" else max(1, len(machine.gpus))
+
+
+# ---------------------------------------------------------------- the commented template
+
+
+def _values_of(run_tokens: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    tokens = _run_tokens(run_tokens, options)
+    if not tokens:
+        return {}
+    args = parse_args(tokens)
+    return {name: value for name, value in args.to_dict().items() if name in args.typed}
+
+
+def write_template(path: str | Path, values: Mapping[str, Any] | None = None) -> None:
+    """Writes a run YAML with every argument, its meaning, its choices and its default; those in `values` are set, the others commented out.
+
+    Raises:
+        UserError: the file exists, or cannot be written.
+    """
+    values = values or {}
+    assert set(values) <= set(argument_names())
+    lines = ["# Arguments of run_clm.py: harness/run_clm.py --config THIS_FILE. Flags on the command line win over this file.", ""]
+    for group in GROUPS:
+        lines += ["# " + "-" * 20 + " " + (group.__doc__ or group.__name__).strip().splitlines()[0]]
+        for field in dataclasses.fields(group):
+            lines += _template_lines(field, values)
+        lines.append("")
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write("\n".join(lines))
+    except FileExistsError:
+        raise user_error("--write_template", f"{path} exists already", "another name, or remove it first") from None
+    except OSError as error:
+        raise user_error("--write_template", f"cannot write {path}: {error.strerror}", "a folder you may write to") from None
+
+
+def _template_lines(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> list[str]:
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc,operator]
+    comment = "# " + field.metadata["help"]
+    choices = field.metadata.get("choices")
+    if choices:
+        comment += f" One of: {', '.join(map(str, choices))}."
+    value = values.get(field.name, default)
+    line = f"{field.name}:" if value is None else f"{field.name}: {json.dumps(value)}"  # JSON is YAML, and quotes what needs quotes
+    return [comment, line if field.name in values else "# " + line]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

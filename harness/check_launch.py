@@ -1,0 +1,308 @@
+"""Rules about how a job is started: the launcher's command, the hostfile, ports, and variables left in the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness.findings import Finding, UserError, user_error
+from harness.machine import Machine
+
+# Launcher options that take no value, and short names of options; everything else before the script takes one value.
+_SWITCHES = {
+    "deepspeed": {
+        "--module",
+        "--no_python",
+        "--no_local_rank",
+        "--no_ssh",
+        "--no_ssh_check",
+        "--force_multi",
+        "--bind_cores_to_rank",
+        "--quiet",
+    },
+    "accelerate": {"--module", "--no_python", "--multi_gpu", "--cpu", "--tpu", "--use_deepspeed", "--use_fsdp", "--quiet", "--debug", "-m"},
+    "torchrun": {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank"},
+}
+# Options that only a launcher has: after the script they reach the script instead.
+_LAUNCHER_ONLY = {
+    "deepspeed": {"--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--master_port", "--master_addr"},
+    "accelerate": {
+        "--config_file",
+        "--num_processes",
+        "--num_machines",
+        "--machine_rank",
+        "--main_process_port",
+        "--main_process_ip",
+        "--gpu_ids",
+    },
+    "torchrun": {"--nproc_per_node", "--nnodes", "--node_rank", "--master_port", "--master_addr", "--rdzv_endpoint", "--standalone"},
+}
+_HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A launcher's command, taken apart.
+
+    Attributes:
+        launcher: "deepspeed", "accelerate", "torchrun" or "python".
+        options: the launcher's own options by name, hyphens written as underscores; switches have an empty value.
+        script: the script or module; None where the command ends before one.
+        script_args: what the script gets.
+    """
+
+    launcher: str
+    options: dict[str, str]
+    script: str | None
+    script_args: tuple[str, ...]
+
+    def integer(self, *names: str) -> int | None:
+        """The value of the first of these options that was given, where it is a whole number."""
+        for name in names:
+            text = self.options.get(name, "")
+            if text.isdigit():
+                return int(text)
+        return None
+
+    @property
+    def num_processes(self) -> int | None:
+        """Processes that the command itself asks for; None where it leaves them to the machine or a file."""
+        if self.launcher == "python":
+            return 1
+        if self.launcher == "accelerate":
+            return self.integer("--num_processes")
+        if self.launcher == "deepspeed":
+            count = self.integer("--num_gpus", "--num_accelerators")
+            return None if count is None else count * (self.integer("--num_nodes") or 1)
+        count = self.integer("--nproc_per_node")
+        return None if count is None else count * (self.integer("--nnodes") or 1)
+
+
+def parse_launch(tokens: Sequence[str]) -> Launch:
+    """Takes a launcher's command apart.
+
+    Raises:
+        UserError: it starts with no launcher that is known here.
+    """
+    words = list(tokens)
+    name = Path(words[0]).name if words else ""
+    if name.startswith("python"):
+        name = "python"
+        words = [words[0], *[word for word in words[1:] if word != "-u"]]
+        if words[1:3] == ["-m", "torch.distributed.run"]:
+            name, words = "torchrun", words[2:]
+    if name not in ("deepspeed", "accelerate", "torchrun", "python"):
+        raise user_error("command", f"{name or 'nothing'} is no launcher", "deepspeed, accelerate launch, torchrun or python")
+    rest = words[1:]
+    if name == "accelerate":
+        if not rest or rest[0] != "launch":
+            raise user_error("command", f"accelerate {rest[0] if rest else ''} starts no job", "accelerate launch ...")
+        rest = rest[1:]
+    options: dict[str, str] = {}
+    switches = _SWITCHES.get(name, {"-m"})
+    while rest and rest[0].startswith("-"):
+        flag, equals, value = rest.pop(0).partition("=")
+        key = flag.replace("-", "_").replace("__", "--", 1) if flag.startswith("--") else flag
+        if not equals and flag not in switches and key not in switches and rest:
+            value = rest.pop(0)
+        options[key] = value
+    return Launch(name, options, rest[0] if rest else None, tuple(rest[1:]))
+
+
+def check_launch(launch: Launch, environ: Mapping[str, str], machine: Machine | None = None) -> list[Finding]:
+    """Everything wrong or odd in a launcher's command.
+
+    Args:
+        launch: the command.
+        environ: the environment it would be started in.
+        machine: for the number of cards; None where not known.
+    """
+    findings = list(_option_findings(launch, environ))
+    if launch.script is None:
+        findings.append(Finding("error", "command", "names no script", "end it with harness/run_clm.py and its arguments"))
+    elif not {"--module", "-m", "--no_python", "--no-python"} & set(launch.options) and not Path(launch.script).exists():
+        findings.append(Finding("error", "command", f"there is no {launch.script}", "the path of the script"))
+    hosts: dict[str, int] = {}
+    if "--hostfile" in launch.options:
+        try:
+            hosts = read_hostfile(launch.options["--hostfile"])
+        except UserError as error:
+            findings += error.findings
+    findings += _host_findings(launch, hosts)
+    per_node = launch.integer("--num_gpus", "--nproc_per_node")
+    if per_node is None and launch.launcher == "accelerate" and launch.num_processes is not None:
+        per_node = launch.num_processes // (launch.integer("--num_machines") or 1)
+    if machine and machine.gpus and per_node and per_node > len(machine.gpus) and not hosts:
+        option = {"deepspeed": "--num_gpus", "accelerate": "--num_processes"}.get(launch.launcher, "--nproc_per_node")
+        findings.append(
+            Finding("error", option, f"{per_node}, but this machine has {len(machine.gpus)} cards", f"{option} {len(machine.gpus)}")
+        )
+    findings += _port_findings(launch, environ)
+    return findings
+
+
+def _option_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
+    options = launch.options
+    if launch.launcher == "accelerate" and "--config" in options:
+        yield Finding("error", "--config", "is no option of accelerate launch, which takes no abbreviations", "did you mean --config_file?")
+    file = options.get("--config_file")
+    if file is not None and not Path(file).is_file():
+        yield Finding("error", "--config_file", f"{file} does not exist", "the path of an accelerate YAML")
+    for token in launch.script_args:
+        flag = token.split("=", 1)[0].replace("-", "_").replace("__", "--", 1)
+        if flag in _LAUNCHER_ONLY.get(launch.launcher, ()):
+            message = f"stands after the script: {launch.launcher} does not see it, the script gets it"
+            yield Finding("warning", flag, message, f"write it before {launch.script}")
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    limits = [name for name in ("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude") if name in options]
+    if launch.launcher == "deepspeed" and visible and limits:
+        message = f"{visible} is dropped by the deepspeed launcher because of {limits[0]}: cards are counted from 0"
+        yield Finding("warning", "CUDA_VISIBLE_DEVICES", message, f"--include localhost:{visible} instead of {limits[0]}")
+    if {"--num_gpus", "--num_nodes"} & set(options) and {"--include", "--exclude"} & set(options):
+        yield Finding("error", "--include", "and --num_gpus/--num_nodes exclude each other in the deepspeed launcher", "keep one")
+    if "--include" in options and "--exclude" in options:
+        yield Finding("error", "--include", "and --exclude exclude each other", "keep one")
+
+
+# ---------------------------------------------------------------- hostfile
+
+
+def read_hostfile(path: str | Path) -> dict[str, int]:
+    """Hosts and their slots, from lines like `node-a slots=4`; blank lines and `# comments` are skipped.
+
+    Raises:
+        UserError: not there (DeepSpeed would go on with this machine alone), a line that is not understood, a host twice, no host.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        message = f"cannot read {path}: {error.strerror}"
+        raise user_error("--hostfile", message, "a file that was asked for must exist; leave --hostfile out for one machine") from None
+    problems: list[Finding] = []
+    hosts: dict[str, int] = {}
+    for number, raw in enumerate(lines, start=1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _HOST_LINE.fullmatch(line)
+        if match is None:
+            fix = (
+                "write it without blanks around =: " + re.sub(r"\s*=\s*", "=", line)
+                if re.search(r"\s=|=\s", line)
+                else "write: host slots=N"
+            )
+            problems.append(Finding("error", "--hostfile", f"{path} line {number}: {line}", fix))
+        elif match[1] in hosts:
+            problems.append(Finding("error", "--hostfile", f"{path} line {number}: {match[1]} stands twice", "one line for each host"))
+        elif int(match[2]) == 0:
+            problems.append(Finding("error", "--hostfile", f"{path} line {number}: {match[1]} has no slots", "remove the line"))
+        else:
+            hosts[match[1]] = int(match[2])
+    if not hosts and not problems:
+        problems.append(Finding("error", "--hostfile", f"{path} is empty: it names no host", "write lines like: node-a slots=4"))
+    if problems:
+        raise UserError(problems)
+    return hosts
+
+
+def _host_findings(launch: Launch, hosts: Mapping[str, int]) -> Iterator[Finding]:
+    if not hosts:
+        return
+    wanted = launch.integer("--num_gpus")
+    short = [host for host, slots in hosts.items() if wanted and slots < wanted]
+    if short:
+        message = f"{wanted}, but {', '.join(f'{host} has {hosts[host]} slots' for host in short)}"
+        yield Finding("error", "--num_gpus", message, f"--num_gpus {min(hosts.values())}")
+    num_nodes = launch.integer("--num_nodes")
+    if num_nodes and num_nodes > len(hosts):
+        yield Finding("error", "--num_nodes", f"{num_nodes}, but the hostfile names {len(hosts)}", f"--num_nodes {len(hosts)}")
+    for option in ("--include", "--exclude"):
+        for part in filter(None, launch.options.get(option, "").split("@")):
+            host, _, slots = part.partition(":")
+            if host not in hosts:
+                yield Finding("error", option, f"{host} is not in the hostfile", "one of " + ", ".join(hosts))
+            elif any(not slot.isdigit() or int(slot) >= hosts[host] for slot in filter(None, slots.split(","))):
+                yield Finding("error", option, f"{host} has slots 0 to {hosts[host] - 1}, not {slots}", f"{host}:0")
+
+
+# ---------------------------------------------------------------- ports
+
+
+def _port_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
+    option = next((name for name in ("--master_port", "--main_process_port") if name in launch.options), None)
+    num_nodes = launch.integer("--num_nodes", "--nnodes", "--num_machines") or 1
+    if option is None:
+        if launch.launcher != "python" and "MASTER_PORT" in environ and "RANK" not in environ:
+            message = f"{environ['MASTER_PORT']} is left in the environment, from another job or a shell profile"
+            yield Finding("info", "MASTER_PORT", message, "unset it; launch/*.sh choose a free port")
+        return
+    text = launch.options[option]
+    if not text.isdigit() or int(text) > 65535:
+        yield Finding("error", option, f"{text} is no port", "a number from 1024 to 65535")
+    elif text == "0" and num_nodes > 1:
+        yield Finding(
+            "error", option, f"0 lets each of the {num_nodes} machines choose its own port", "one port, the same on every machine"
+        )
+    elif text != "0" and launch.options.get("--machine_rank", launch.options.get("--node_rank", "0")) == "0" and port_in_use(int(text)):
+        yield Finding("error", option, f"port {text} is in use on this machine", "another port, or leave it out")
+
+
+def port_in_use(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether something listens on this port of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, port)) == 0
+
+
+# ---------------------------------------------------------------- the environment of a rank
+
+
+def check_environment(environ: Mapping[str, str]) -> list[Finding]:
+    """Variables that slow a job down, contradict each other or are spelt wrongly."""
+    findings: list[Finding] = []
+    new, old = environ.get("PYTORCH_ALLOC_CONF"), environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    if new and old and new != old:
+        message = f"{new} and PYTORCH_CUDA_ALLOC_CONF {old} differ"
+        findings.append(Finding("warning", "PYTORCH_ALLOC_CONF", message, "unset PYTORCH_CUDA_ALLOC_CONF, the older name"))
+    for name, text in (("PYTORCH_ALLOC_CONF", new), ("PYTORCH_CUDA_ALLOC_CONF", old)):
+        parts = re.sub(r"\[[^\]]*\]", "list", text or "").split(",")
+        if text and not all(re.fullmatch(r"\s*\w+:[\w.]+\s*", part) for part in parts):
+            findings.append(Finding("error", name, f"{text} is not name:value,name:value", "expandable_segments:True"))
+        elif "expandable_segments:false" in (text or "").lower():
+            message = "expandable_segments is off: more memory is lost to fragmentation"
+            findings.append(Finding("warning", name, message, "expandable_segments:True"))
+    slow = {
+        "CUDA_LAUNCH_BLOCKING": ("1", "waits for the GPU after every kernel"),
+        "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "checks every collective, which costs much time"),
+        "NCCL_P2P_DISABLE": ("1", "sends everything between cards through host memory"),
+        "NCCL_IB_DISABLE": ("1", "sends everything between machines over TCP"),
+        "NCCL_DEBUG": ("TRACE", "writes a line for every call"),
+    }
+    for name, (value, what) in slow.items():
+        if environ.get(name, "").upper() == value:
+            findings.append(Finding("warning", name, f"{value}: {what}", f"unset {name} for real runs"))
+    if environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("1", "true") and "ACCELERATE_USE_FSDP" not in environ:
+        message = "true: from_pretrained would leave all ranks but the first without weights; it is switched off"
+        findings.append(Finding("info", "FSDP_CPU_RAM_EFFICIENT_LOADING", message, "unset it"))
+    findings += _rank_findings(environ)
+    return findings
+
+
+def _rank_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if "WORLD_SIZE" not in environ:
+        return
+    for name in ("RANK", "WORLD_SIZE"):
+        if not environ.get(name, "0").isdigit():
+            yield Finding("error", name, f"{environ[name]!r} is not a whole number", "start the job with a launcher")
+            return
+    world, rank = int(environ["WORLD_SIZE"]), int(environ.get("RANK", "0"))
+    missing = [name for name in names if name not in environ]
+    if world > 1 and missing:
+        message = f"{', '.join(missing)} not set, but WORLD_SIZE is {world}"
+        yield Finding("error", missing[0], message, "start the job with torchrun, deepspeed or accelerate launch")
+    if rank >= max(world, 1):
+        yield Finding("error", "RANK", f"{rank} is not below WORLD_SIZE {world}", "start the job with a launcher")
