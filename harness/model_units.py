@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import logging
 import re
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
@@ -112,6 +113,9 @@ def _recording(owners: Mapping[str, nn.Module], order: list[str]) -> Iterator[No
             handle.remove()
 
 
+_orders: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], list[str]]] = weakref.WeakKeyDictionary()
+
+
 def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[str]:
     """Names of `owners` in the order of their first use, found by one forward of 8 tokens on meta tensors.
 
@@ -119,6 +123,9 @@ def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[s
     the forward did not reach (it failed half-way, or the piece is unused) follows its predecessor in registration order.
     A model that is not on meta is not run.
     """
+    known = _orders.setdefault(model, {})
+    if tuple(owners) in known:
+        return known[tuple(owners)]
     order: list[str] = []
     if all(tensor.device.type == "meta" for tensor in _tensors(model)):
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
@@ -144,7 +151,8 @@ def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[s
         key = float(following[name]) if name in following else previous + 0.5
         previous = int(key)
         keyed.append((key, position, name))
-    return [name for _, _, name in sorted(keyed)]
+    known[tuple(owners)] = [name for _, _, name in sorted(keyed)]
+    return known[tuple(owners)]
 
 
 def _saved_bytes_per_token(block: nn.Module, experts_used: int) -> float:
