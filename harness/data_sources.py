@@ -295,13 +295,15 @@ class FileReader:
         with self._open_text(file, newline="") as stream:
             reader = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
             try:
+                if not any(name.strip() for name in reader.fieldnames or ()):
+                    return
                 for values in reader:
                     where = f"{file.path}, line {reader.line_num}"
                     if None in values or None in values.values():
                         raise user_error(self.key, f"{where}: not as many fields as the header has", "quote fields that hold the delimiter")
                     yield Row(values, where)
             except csv.Error as error:
-                raise user_error(self.key, f"{file.path}, line {reader.line_num}: not valid CSV: {error}") from None
+                raise user_error(self.key, f"{file.path}, line {reader.line_num + 1}: not valid CSV: {error}") from None
 
     def _parquet(self, file: SourceFile) -> Iterator[Row]:
         import pyarrow

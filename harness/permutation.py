@@ -1,15 +1,17 @@
 """A random order of any number of things in no memory: position -> index by arithmetic.
 
 A stored permutation of a billion samples takes 8 GB on every rank and must be made anew when a run resumes. A Feistel network over
-the smallest power of four that is large enough, walked along its cycle until the value falls inside, is a permutation too, and
-position 10**9 costs as much as position 0. (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.)
+pairs (left, right) with about sqrt(size) values each, walked along its cycle in the rare case that it leaves the range, is a permutation
+too, and position 10**9 costs as much as position 0. (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002.)
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-_ROUNDS = 6
+_ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 
 
@@ -42,21 +44,23 @@ class Permutation:
         if size < 1:
             raise ValueError(f"a permutation needs at least one element, not {size}")
         self.size = size
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._left = math.isqrt(size - 1) + 1
+        self._right = -(-size // self._left)
         self._keys = [np.uint64(combine_seeds(seed, size, number)) for number in range(_ROUNDS)]
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        bits, mask = np.uint64(self._half_bits), np.uint64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in self._keys:
-            left, right = right, left ^ (mix64(right ^ key) & mask)
-        return (left << bits) | right
+        num_left, num_right = np.uint64(self._left), np.uint64(self._right)
+        left, right = np.divmod(values, num_right)
+        for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
+            left = (left + mix64(right ^ first) % num_left) % num_left
+            right = (right + mix64(left ^ second) % num_right) % num_right
+        return left * num_right + right
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Indices (n,) int64 at positions (n,), each in range(size)."""
         values = self._encrypt(np.asarray(positions, dtype=np.uint64))
         outside = np.flatnonzero(values >= self.size)
-        while len(outside):  # at most four times as many values as positions: three extra rounds on average
+        while len(outside):  # fewer than 2 sqrt(size) of all values
             values[outside] = self._encrypt(values[outside])
             outside = outside[values[outside] >= self.size]
         return values.astype(np.int64)

@@ -28,7 +28,8 @@ MISTRAL = (
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+    "{% for m in messages %}<start_of_turn>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
     "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
 PHI = (
