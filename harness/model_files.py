@@ -1,0 +1,152 @@
+"""A model's folder: is everything there, whole and readable? Reads headers only; imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+from harness.findings import Finding
+
+_MAX_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
+_POINTER = b"version https://git-lfs"
+
+
+@dataclasses.dataclass(frozen=True)
+class SafetensorsFile:
+    """What a file's header says.
+
+    Attributes:
+        num_parameters: elements of all tensors.
+        tensor_bytes: their size in the file.
+        names: of its tensors.
+        dtypes: of its tensors, as the format spells them ("BF16").
+    """
+
+    num_parameters: int
+    tensor_bytes: int
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+
+
+def read_safetensors_header(path: Path) -> SafetensorsFile:
+    """Reads and checks the header: 8 bytes of length, JSON, and exactly as many bytes as it promises.
+
+    Raises:
+        ValueError: not such a file, or cut off; says how.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise ValueError(f"has only {size} bytes")
+        (header_bytes,) = struct.unpack("<Q", start)
+        if start + file.read(len(_POINTER) - 8) == _POINTER:
+            raise ValueError("is a Git LFS pointer, not the weights")
+        if header_bytes > min(_MAX_HEADER_BYTES, size):
+            raise ValueError("is no safetensors file")
+        file.seek(8)
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError:
+            raise ValueError("has a broken header") from None
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    promised = 8 + header_bytes + end
+    if promised != size:
+        raise ValueError(f"has {size} bytes, but its header promises {promised}: the download was cut off")
+    return SafetensorsFile(
+        num_parameters=sum(math.prod(entry["shape"]) for entry in tensors.values()),
+        tensor_bytes=end,
+        names=tuple(tensors),
+        dtypes=tuple(sorted({entry["dtype"] for entry in tensors.values()})),
+    )
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any] | None, Finding | None]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, Finding("error", str(path), "is missing", "download the model again")
+    except (OSError, ValueError) as error:
+        return None, Finding("error", str(path), f"cannot be read: {error}", "download the model again")
+    if not isinstance(values, dict):
+        return None, Finding("error", str(path), "holds no JSON object", "download the model again")
+    return values, None
+
+
+def check_model_files(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
+    """Config, weights and tokenizer of a local model.
+
+    Returns:
+        Facts (architecture, parameters, bytes, dtypes), and one finding for each file that is missing, cut off or unreadable.
+    """
+    if not folder.is_dir():
+        message = "is no folder on this machine; models from the hub are checked when they are loaded"
+        return {}, [Finding("warning", str(folder), message, "give a local folder")]
+    findings: list[Finding] = []
+    config, problem = _read_json(folder / "config.json")
+    findings += [problem] if problem else []
+    names, index_findings, indexed = _weight_files(folder)
+    findings += index_findings
+    headers: dict[str, SafetensorsFile] = {}
+    for name in names:
+        try:
+            headers[name] = read_safetensors_header(folder / name)
+        except FileNotFoundError:
+            findings.append(Finding("error", str(folder / name), "is missing", "download the model again"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            findings.append(Finding("error", str(folder / name), str(error), "download the model again"))
+    if indexed and len(headers) == len(names):
+        present = {tensor for header in headers.values() for tensor in header.names}
+        absent = sorted(set(indexed) - present)
+        if absent:
+            message = f"lists {len(absent)} tensors that no file holds, such as {absent[0]}"
+            findings.append(Finding("error", str(folder / "model.safetensors.index.json"), message, "download the model again"))
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
+        findings.append(Finding("warning", str(folder), "has no tokenizer", "give --tokenizer_name"))
+    facts = {
+        "architectures": (config or {}).get("architectures"),
+        "num_parameters": sum(header.num_parameters for header in headers.values()),
+        "weights_gib": round(sum(header.tensor_bytes for header in headers.values()) / 2**30, 3),
+        "dtypes": sorted({dtype for header in headers.values() for dtype in header.dtypes}),
+        "num_weight_files": len(names),
+    }
+    return facts, findings
+
+
+def _weight_files(folder: Path) -> tuple[list[str], list[Finding], list[str]]:
+    """(names of weight files, findings, names of tensors that an index lists)."""
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.exists():
+        index, problem = _read_json(index_path)
+        if index is None or not isinstance(index.get("weight_map"), dict):
+            return [], [problem or Finding("error", str(index_path), "has no weight_map", "download the model again")], []
+        return sorted(set(index["weight_map"].values())), [], list(index["weight_map"])
+    if (folder / "model.safetensors").exists():
+        return ["model.safetensors"], [], []
+    others = sorted(path.name for path in folder.glob("*.bin"))
+    if others:
+        message = f"has no safetensors, only {others[0]}; pickled weights are read whole by every process"
+        return [], [Finding("warning", str(folder), message, "convert it: save_pretrained writes safetensors")], []
+    return [], [Finding("error", str(folder), "has no weights", "download the model again")], []
+
+
+def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]:
+    """A first estimate of full training: 16 bytes per parameter (bf16 weights and gradients, fp32 weights and Adam), spread over all cards.
+
+    Activations come on top; the memory planner has the exact figure.
+    """
+    if not num_parameters or not gpu_memory_bytes:
+        return []
+    state, smallest = 16 * num_parameters, min(gpu_memory_bytes)
+    share = state / len(gpu_memory_bytes)
+    needed = f"{state / 2**30:.1f} GiB of training state over {len(gpu_memory_bytes)} GPUs is {share / 2**30:.1f} GiB each"
+    if share > 0.9 * smallest:
+        message = f"{needed}, but the smallest has {smallest / 2**30:.1f} GiB"
+        return [Finding("warning", "estimated fit", message, "use more GPUs, offload, or LoRA; harness plan has the details")]
+    return [Finding("info", "estimated fit", f"{needed} of {smallest / 2**30:.1f} GiB, before activations", "harness plan has the details")]
