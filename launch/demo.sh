@@ -20,12 +20,12 @@ fi
 
 "$python" launch/run.py --engine auto "${processes[@]}" -- \
     --model_type llama \
-    --config_overrides hidden_size=128,intermediate_size=384,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2,tie_word_embeddings=true \
+    --config_overrides hidden_size=128,intermediate_size=384,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2,tie_word_embeddings=true \
     --tokenizer_name bytes \
     --train_file "$stdlib/asyncio" "$stdlib/email" "$stdlib/json" \
-    --block_size 256 --per_device_train_batch_size 8 --max_steps 300 \
-    --learning_rate 3e-3 --lr_scheduler_type cosine --warmup_steps 30 --weight_decay 0.1 \
-    --eval_strategy steps --eval_steps 100 --logging_steps 10 --save_steps 150 --save_total_limit 1 \
+    --block_size 128 --per_device_train_batch_size 8 --max_steps 300 \
+    --learning_rate 5e-3 --lr_scheduler_type cosine --warmup_steps 20 --weight_decay 0.1 \
+    --max_eval_samples 200 --eval_strategy steps --eval_steps 100 --logging_steps 10 --save_steps 150 --save_total_limit 1 \
     --output_dir "$out" --overwrite_output_dir "$@"
 code=$?
 if [ "$code" -ne 0 ]; then
