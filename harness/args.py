@@ -68,6 +68,7 @@ class DataArguments:
 
     dataset_name: Optional[str] = _field(None, "Dataset on the hub.")
     dataset_config_name: Optional[str] = _field(None, "Configuration of that dataset.")
+    dataset_mix: Optional[str] = _field(None, "YAML file with several sources and their weights.")
     train_file: list[str] = _field([], "Training files (.txt .py .jsonl .json .csv .parquet), globs or folders.")
     validation_file: list[str] = _field([], "Evaluation files, like train_file.")
     validation_split_percentage: float = _field(5.0, "Percent of the training samples held out when there is no evaluation set.")
@@ -88,6 +89,9 @@ class DataArguments:
     )
     overlong: str = _choice("split", ["split", "truncate", "drop"], "What happens to documents longer than block_size.")
     document_isolation: bool = _field(True, "Documents packed into one sample do not see each other.")
+    train_sampling_strategy: str = _choice("random", ["random", "sequential", "group_by_length"], "Order of the training samples.")
+    dataloader_num_workers: int = _field(0, "Processes that read samples ahead; 0: the training process reads them.")
+    dataloader_drop_last: bool = _field(False, "Leave out an epoch's last, short step. Default: fill it with zero-weight samples.")
     add_bos: Optional[bool] = _field(None, "Begin documents with the bos token. Default: where the tokenizer does.")
     add_eos: Optional[bool] = _field(None, "End documents with the eos token. Default: where the tokenizer has one.")
     max_train_samples: Optional[int] = _field(None, "Use only the first N training samples.")

@@ -2,98 +2,27 @@
 
 What the main process prints:
 
-    data: 1,204 documents, 11,532,110 tokens (mean 9,578, longest 402,113); left out: 3 empty or blank files
-    train: 11,263 samples of up to 1024 tokens (concat, documents isolated), 99.9% of their places filled
+    training on text: column text
+    train: 1,204 documents, 11,532,110 tokens (mean 9,578, longest 402,113); left out: 3 empty or blank files (a.py, b.py, c.py)
+    train: 11,263 samples of up to 1,024 tokens (concat, documents isolated), 99.9% of their places filled; 11,262 cuts through documents
+
+`harness tokenize` (or `python -m harness.data`) does the same as a step of its own, without GPUs.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
-import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
-from harness import encoders, node_cache, token_store
-from harness.args import DataArguments
-from harness.batches import IGNORE
-from harness.data_sources import Row
+from harness.args import Arguments, DataArguments, parse_args
 from harness.findings import Finding, UserError, user_error
-from harness.source_specs import HubSource, Source, SourceSpec, default_cache_dir, digest, tokenizer_fingerprint
-from harness.token_store import TokenizedDataset, TokenStore
-
-DEFAULT_BLOCK_SIZE = 4096
-"""Most tokens per sample unless the user says otherwise: long contexts of today's models would not fit by default."""
-_PARALLEL_BYTES = 32 << 20
-"""Less input than this is tokenised in one process: starting others would take longer."""
-_SEGMENT_CHARS = 1 << 20
-_VALIDATION_NAMES = ("validation", "valid", "dev")
+from harness.mixtures import Concatenation, Mixture, read_mix
+from harness.preparation import DataReport, Preparer, preview, validation_source
+from harness.step_loader import SampleList, SampleSource
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass
-class DataReport:
-    """Counts of one source or split.
-
-    Attributes:
-        num_documents, num_tokens, longest: of the documents.
-        num_trained_tokens: tokens that a loss mask leaves to be trained on.
-        dropped: what was left out: reason -> how many.
-        num_samples, num_sample_tokens: after packing; repeated context tokens count.
-        block_size: most tokens per sample.
-        packing_efficiency: share of block_size * num_samples that is real tokens.
-        packing: `PackingCounts` by name.
-    """
-
-    num_documents: int
-    num_tokens: int
-    longest: int
-    num_trained_tokens: int
-    dropped: dict[str, int]
-    num_samples: int = 0
-    num_sample_tokens: int = 0
-    block_size: int = 0
-    packing_efficiency: float = 0.0
-    packing: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def mean_length(self) -> float:
-        """Tokens per document."""
-        return self.num_tokens / max(1, self.num_documents)
-
-    def documents_line(self, name: str) -> str:
-        """What was read, as one line."""
-        line = (
-            f"{name}: {self.num_documents:,} documents, {self.num_tokens:,} tokens (mean {self.mean_length:,.0f}, longest {self.longest:,})"
-        )
-        if self.num_trained_tokens != self.num_tokens:
-            line += f", {self.num_trained_tokens:,} of them trained on"
-        left_out = ", ".join(f"{number:,} {reason}" for reason, number in self.dropped.items() if number)
-        return f"{line}; left out: {left_out}" if left_out else line
-
-    def samples_line(self, name: str, packing: str, isolated: bool) -> str:
-        """What packing made of it, as one line."""
-        how = f"{packing}, documents {'isolated' if isolated else 'not isolated'}"
-        line = f"{name}: {self.num_samples:,} samples of up to {self.block_size:,} tokens ({how})"
-        if packing != "none":
-            line += f", {self.packing_efficiency:.1%} of their places filled"
-        words = {
-            "num_cuts": "cuts through documents",
-            "num_truncated": "documents truncated",
-            "num_truncated_tokens": "tokens lost by truncation",
-            "num_dropped": "documents dropped because they are longer",
-            "num_dropped_tokens": "tokens lost with them",
-            "num_unlabelled": "parts dropped in which nothing is trained on",
-        }
-        happened = ", ".join(f"{self.packing[key]:,} {text}" for key, text in words.items() if self.packing.get(key))
-        return f"{line}; {happened}" if happened else line
 
 
 @dataclasses.dataclass
@@ -102,54 +31,21 @@ class PreparedData:
 
     Attributes:
         train, evaluation: samples; evaluation is None where there is none.
-        report, evaluation_report: counts.
+        report, evaluation_report: counts by source; of data that came tokenised there are none.
         findings: what the user should know.
         pad_id: token to put into padding.
         block_size: most tokens per sample.
         source_names: names of a mixture's sources by number; one name without a mixture.
     """
 
-    train: TokenizedDataset
-    evaluation: TokenizedDataset | None
-    report: DataReport
-    evaluation_report: DataReport | None
+    train: SampleSource
+    evaluation: SampleSource | None
+    report: dict[str, DataReport]
+    evaluation_report: dict[str, DataReport]
     findings: list[Finding]
     pad_id: int
     block_size: int
     source_names: list[str]
-
-
-def resolve_block_size(block_size: int | None, max_positions: int | None) -> int:
-    """Tokens per sample.
-
-    Args:
-        block_size: what the user gave.
-        max_positions: the model's limit.
-
-    Raises:
-        UserError: more than the model can take.
-    """
-    if block_size is None:
-        return min(max_positions or DEFAULT_BLOCK_SIZE, DEFAULT_BLOCK_SIZE)
-    if max_positions is not None and block_size > max_positions:
-        raise user_error(
-            "--block_size", f"{block_size} is over the model's limit of {max_positions} positions", f"--block_size {max_positions}"
-        )
-    return block_size
-
-
-def read_chat_template(value: str) -> str:
-    """A chat template, from a file of that name or, if it has template marks in it, from the value itself.
-
-    Raises:
-        UserError: neither.
-    """
-    if "{" in value:
-        return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise user_error("--chat_template", f"cannot read {value}: {error}", "give a file, or the template's text") from None
 
 
 def prepare_data(
@@ -160,6 +56,7 @@ def prepare_data(
     seed: int,
     say: Say,
     is_local_main: bool,
+    train_dataset: Any = None,
 ) -> PreparedData:
     """Training and evaluation samples: tokenised once per node, whichever of its processes comes first; the others wait on files.
 
@@ -170,256 +67,123 @@ def prepare_data(
         seed: of a mixture's order.
         say: prints a line, on the main process.
         is_local_main: this is the node's first process.
+        train_dataset: a user's own rows with `input_ids`, instead of what the arguments name.
 
     Raises:
         UserError: everything that is wrong with the data or the arguments.
         PreparationError: another process of this node failed; the message is its reason.
     """
-    preparer = _Preparer(args, tokenizer, max_positions, say, is_local_main)
-    train_spec, evaluation_spec = _specs(args)
-    store = preparer.store(train_spec, "train")
-    if evaluation_spec is not None:
-        evaluation_store: TokenStore | None = preparer.store(evaluation_spec, "evaluation")
-        train_split = held_out = None
-    elif args.validation_split_percentage > 0:
-        evaluation_store = store
-        train_split, held_out = token_store.divide(store, args.validation_split_percentage)
+    if train_dataset is not None:
+        return _own_rows(args, tokenizer, train_dataset, max_positions, say, is_local_main)
+    if args.dataset_mix:
+        data = _mixture(args, tokenizer, max_positions, seed, say, is_local_main)
     else:
-        evaluation_store = train_split = held_out = None
-    train, report = preparer.samples(store, train_split, "train", args.max_train_samples)
-    evaluation, evaluation_report = None, None
-    if evaluation_store is not None:
-        evaluation, evaluation_report = preparer.samples(evaluation_store, held_out, "evaluation", args.max_eval_samples)
-        if not len(evaluation):
-            evaluation, evaluation_report = None, None
-            preparer.findings.append(
-                Finding("warning", "--validation_split_percentage", "the evaluation set has no samples: no evaluation")
-            )
-    for line in preview(train, tokenizer):
+        preparer = Preparer(args, tokenizer, max_positions, say, is_local_main)
+        source = preparer.prepare()
+        evaluation_report = {} if source.evaluation_report is None else {"train": source.evaluation_report}
+        data = PreparedData(
+            source.train,
+            source.evaluation,
+            {"train": source.report},
+            evaluation_report,
+            preparer.findings,
+            preparer.special.pad,
+            preparer.block_size,
+            ["train"],
+        )
+    for line in preview(data.train, tokenizer):
         say(line)
+    return data
+
+
+def _mixture(args: DataArguments, tokenizer: Any, max_positions: int | None, seed: int, say: Say, is_local_main: bool) -> PreparedData:
+    entries, samples_per_epoch = read_mix(args)
+    preparers = [Preparer(entry.args, tokenizer, max_positions, say, is_local_main) for entry in entries]
+    sources = [preparer.prepare(entry.name) for preparer, entry in zip(preparers, entries, strict=True)]
+    names = [entry.name for entry in entries]
+    train = Mixture([source.train for source in sources], names, [entry.weight for entry in entries], seed, samples_per_epoch)
+    for line in train.describe():
+        say(line)
+    held_out = [source.evaluation for source in sources]
+    with_evaluation = [part for part in held_out if part is not None]
+    evaluation = Concatenation(with_evaluation) if len(with_evaluation) == len(held_out) else None
+    findings = list(dict.fromkeys(finding for preparer in preparers for finding in preparer.findings))
+    if with_evaluation and evaluation is None:
+        findings.append(Finding("warning", "--dataset_mix", "not every source has an evaluation set: no evaluation"))
     return PreparedData(
-        train, evaluation, report, evaluation_report, preparer.findings, preparer.special.pad, preparer.block_size, ["train"]
+        train,
+        evaluation,
+        {name: source.report for name, source in zip(names, sources, strict=True)},
+        {name: source.evaluation_report for name, source in zip(names, sources, strict=True) if source.evaluation_report},
+        findings,
+        preparers[0].special.pad,
+        preparers[0].block_size,
+        names,
     )
 
 
-def _specs(args: DataArguments) -> tuple[SourceSpec, SourceSpec | None]:
-    """The training source, and the evaluation source if it is another one."""
-    if args.train_file and args.dataset_name:
-        raise user_error("--train_file", "and --dataset_name were both given", "keep one of them")
-    if not args.train_file and not args.dataset_name:
-        raise user_error("--train_file", "no training data was given", "give --train_file, --dataset_name or --dataset_mix")
-    common: dict[str, Any] = {"encoding": args.data_encoding, "line_mode": args.text_mode == "line"}
-    evaluation = SourceSpec(files=tuple(args.validation_file), key="--validation_file", **common) if args.validation_file else None
-    if args.train_file:
-        return SourceSpec(files=tuple(args.train_file), key="--train_file", **common), evaluation
-    train = SourceSpec(dataset_name=args.dataset_name, dataset_config_name=args.dataset_config_name, key="--dataset_name", **common)
-    if evaluation is None:
-        source = train.open()
-        assert isinstance(source, HubSource)
-        held = next((name for name in _VALIDATION_NAMES if name in source.splits()), None)
-        evaluation = dataclasses.replace(train, split=held) if held else None
-    return train, evaluation
-
-
-class _Preparer:
-    """Tokenises and packs sources with one tokenizer and one set of options."""
-
-    def __init__(self, args: DataArguments, tokenizer: Any, max_positions: int | None, say: Say, first: bool) -> None:
-        self.args = args
-        self.block_size = resolve_block_size(args.block_size, max_positions)
-        self.tokenizer = tokenizer
-        if args.chat_template:
-            tokenizer.chat_template = read_chat_template(args.chat_template)
-        self.special = encoders.special_tokens(tokenizer, args.add_bos, args.add_eos)
-        self.findings: list[Finding] = list(self.special.findings)
-        self.cache = Path(args.data_cache_dir).expanduser() if args.data_cache_dir else default_cache_dir()
-        self.say = say
-        self.first = first
-
-    def _options(self, spec: SourceSpec) -> list[Any]:
-        args = self.args
-        return [
-            token_store.FORMAT,
-            tokenizer_fingerprint(self.tokenizer),
-            [self.special.bos, self.special.eos],
-            [spec.encoding, spec.line_mode],
-            [args.text_column, args.prompt_column, args.completion_column, args.messages_column],
-            [args.train_on_prompt, args.bad_rows],
-        ]
-
-    def store(self, spec: SourceSpec, name: str) -> TokenStore:
-        """The tokens of a source."""
-        source = spec.open()
-        options = self._options(spec)
-        request = f"request-{digest([source.identity(), options])}"
-        for attempt in range(5):
-            pointer = node_cache.make_once(
-                self.cache,
-                request,
-                lambda folder: self._build_request(folder, spec, source, options, name),
-                first=self.first,
-                rebuild=self.args.overwrite_cache and attempt == 0,
-                say=self.say,
-            )
-            try:
-                store = TokenStore(self.cache / (pointer / "store").read_text(encoding="utf-8"))
-                break
-            except OSError:  # the store was deleted, or another process is making it anew at this moment
-                node_cache.discard(pointer)
-                time.sleep(0.2 * attempt)
-        else:
-            raise user_error("--data_cache_dir", f"tokenised data in {self.cache} keeps disappearing", "choose another folder")
-        self.say(_report_of(store).documents_line(name))
-        for note, number in store.meta["report"]["notes"].items():
-            self.findings.append(Finding("warning", spec.key, f"{number:,} {note}"))
-        return store
-
-    def _build_request(self, folder: Path, spec: SourceSpec, source: Source, options: list[Any], name: str) -> None:
-        """Runs in the one process that makes it: the contents' hash names the store, so that equal data elsewhere is found too."""
-        key = f"tokens-{digest([source.content(), options])}"
-        node_cache.make_once(
-            self.cache,
-            key,
-            lambda target: self._tokenise(target, source, name),
-            rebuild=self.args.overwrite_cache,
-            say=self.say,
+def _own_rows(args: DataArguments, tokenizer: Any, rows: Any, max_positions: int | None, say: Say, is_local_main: bool) -> PreparedData:
+    """A user's own dataset, taken as it is: nothing is packed, split or cached."""
+    preparer = Preparer(args, tokenizer, max_positions, say, is_local_main)
+    train = SampleList(rows)
+    if max_positions is not None and len(train) and train.longest > max_positions:
+        raise user_error(
+            "train_dataset", f"a row has {train.longest} tokens, over the model's limit of {max_positions} positions", "cut the rows"
         )
-        (folder / "store").write_text(key, encoding="utf-8")
-
-    def _tokenise(self, folder: Path, source: Source, name: str) -> None:
-        text_tokenizer = encoders.TextTokenizer(self.tokenizer)
-        progress = _Progress(name, source.num_bytes, self.say, self.first)
-        segment_chars = _SEGMENT_CHARS if text_tokenizer.is_splittable() else None
-        rows = source.rows(segment_chars, progress.add)
-        first = next(rows, None)
-        if first is None:
-            raise user_error(source.spec.key, "there is not a single row", "give data with text in it")
-        encoder = self._encoder(text_tokenizer, first)
-        writer = token_store.TokenWriter(folder, text_tokenizer.max_token_id, encoder.masked)
-        dropped: collections.Counter[str] = collections.Counter()
-        notes: collections.Counter[str] = collections.Counter()
-        with progress:
-            for encoded in encoders.encode_all(encoder, _chain(first, rows), self._num_workers(source)):
-                if encoded.problems and self.args.bad_rows == "error":
-                    raise UserError(encoded.problems[: encoders.MAX_REPORTED_ROWS])
-                dropped["bad rows"] += len(encoded.problems)
-                dropped += encoded.dropped
-                notes += encoded.notes
-                writer.add(encoded.tokens, encoded.lengths, encoded.mask, encoded.open)
-        for reason, names in source.skipped.items():
-            dropped[f"{reason} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"] += len(names)
-        if not writer.num_documents:
-            why = "; ".join(f"{number} {reason}" for reason, number in dropped.items() if number)
-            raise user_error(source.spec.key, f"no usable token in the data: {why or 'it is empty'}", "give data with text in it")
-        writer.close({"dropped": dict(dropped), "notes": dict(notes)})
-
-    def _encoder(self, tokenizer: encoders.TextTokenizer, first: Row) -> encoders.Encoder:
-        args = self.args
-        objective = encoders.choose_objective(first, args.text_column, args.prompt_column, args.completion_column, args.messages_column)
-        self.say(f"training on {objective.kind}: column {' and '.join(objective.columns)}")
-        if objective.kind == "chat":
-            return encoders.ChatEncoder(tokenizer, objective.columns[0], args.train_on_prompt)
-        if objective.kind == "prompt":
-            prompt, completion = objective.columns
-            return encoders.PromptEncoder(tokenizer, self.special, prompt, completion, args.train_on_prompt)
-        return encoders.TextEncoder(tokenizer, self.special, objective.columns[0])
-
-    def _num_workers(self, source: Source) -> int:
-        if source.num_bytes is not None and source.num_bytes < _PARALLEL_BYTES:
-            return 1
-        return self.args.preprocessing_num_workers or len(os.sched_getaffinity(0))
-
-    def samples(
-        self, store: TokenStore, split: token_store.Split | None, name: str, max_samples: int | None
-    ) -> tuple[TokenizedDataset, DataReport]:
-        """Samples of a store, or of one side of it."""
-        args, block_size = self.args, self.block_size
-        report = _report_of(store)
-        key = f"{args.packing}-{block_size}-{args.overlong}{'' if split is None else '-' + split.key()}"
-        plan = node_cache.make_once(
-            store.folder / "plans",
-            key,
-            lambda folder: token_store.write_plan(folder, store, split, block_size, args.packing, args.overlong),
-            first=self.first,
-            say=self.say,
-        )
-        data = TokenizedDataset(store, plan, args.document_isolation, max_samples)
-        report.num_samples = len(data)
-        report.num_sample_tokens = data.num_tokens
-        report.block_size = block_size
-        report.packing_efficiency = data.num_tokens / max(1, len(data) * block_size)
-        report.packing = data.plan["counts"]
-        self._check(data, store, split, name)
-        self.say(report.samples_line(name, args.packing, args.document_isolation))
-        return data, report
-
-    def _check(self, data: TokenizedDataset, store: TokenStore, split: token_store.Split | None, name: str) -> None:
-        if name != "train":
-            return
-        if not len(data):
-            raise user_error("--block_size", f"no sample is left: {data.plan['counts']}", "use --overlong split, or a larger --block_size")
-        if self.args.packing == "concat" and data.num_tokens < self.block_size and self.args.max_train_samples is None:
-            raise user_error(
-                "--block_size",
-                f"the training data has {data.num_tokens:,} tokens, fewer than one block of {self.block_size:,}",
-                f"give more text, or --block_size {max(2, data.num_tokens // 2)}",
-            )
+    if not len(train):
+        raise user_error("train_dataset", "has no rows", "give at least one row with input_ids")
+    evaluation = None
+    source = validation_source(args)
+    if source is not None:
+        store = preparer.store(source, "evaluation")
+        evaluation, _ = preparer.samples(store, None, "evaluation", args.max_eval_samples)
+    return PreparedData(train, evaluation, {}, {}, preparer.findings, preparer.special.pad, train.longest, ["train"])
 
 
-def _report_of(store: TokenStore) -> DataReport:
-    meta = store.meta
-    return DataReport(
-        meta["num_documents"], meta["num_tokens"], meta["longest"], meta["num_trained_tokens"], dict(meta["report"]["dropped"])
-    )
+def main(argv: Sequence[str] | None = None) -> int:
+    """`harness tokenize`: prepares the data of a run, with the run's own arguments, so that the run finds it in the cache.
+
+    Returns:
+        0, or 2 for wrong input.
+    """
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    if any(token in ("-h", "--help") for token in tokens):
+        print(_USAGE)
+        return 0
+    try:
+        args = parse_args(_with_placeholders(tokens))
+        tokenizer, max_positions = _tokenizer(args)
+        data = prepare_data(args.data, tokenizer, max_positions=max_positions, seed=args.train.seed, say=print, is_local_main=True)
+    except UserError as error:
+        for finding in error.findings:
+            print(finding.line(), file=sys.stderr)
+        return 2
+    for finding in data.findings:
+        print(finding.line())
+    return 0
 
 
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
+_USAGE = """usage: harness tokenize RUN_ARGUMENTS
+
+Tokenises and packs the data of a run, without GPUs. Takes the arguments of the run itself (all of them, or those about model, tokenizer
+and data), and the run then finds the result in the cache:
+
+    harness tokenize --model_name_or_path gpt2 --train_file corpus.jsonl --block_size 1024
+    harness tokenize --config run.yaml"""
 
 
-class _Progress:
-    """A bar on a terminal, else a line every half minute; only on the node's first process."""
-
-    def __init__(self, name: str, num_bytes: int | None, say: Say, show: bool) -> None:
-        from tqdm import tqdm
-
-        self.say = say
-        self.total = num_bytes
-        self.done = 0
-        self.name = name
-        self.last = time.monotonic()
-        self.show = show
-        hidden = not (show and sys.stderr.isatty())
-        self.bar = tqdm(total=num_bytes, unit="B", unit_scale=True, desc=f"tokenising {name}", disable=hidden)
-
-    def add(self, num_bytes: int) -> None:
-        """More of the input was read."""
-        self.done += num_bytes
-        self.bar.update(num_bytes)
-        now = time.monotonic()
-        if self.show and self.bar.disable and now - self.last > 30:
-            self.last = now
-            share = f"{self.done / self.total:.0%}" if self.total else f"{self.done / 1e6:.0f} MB"
-            self.say(f"tokenising {self.name}: {share}")
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
-            self.bar.close()
+def _with_placeholders(tokens: list[str]) -> list[str]:
+    """A preparation writes no output folder, so it need not be given."""
+    given = any(token.replace("-", "_").startswith("__output_dir") for token in tokens)
+    return tokens if given else [*tokens, "--output_dir", "unused"]
 
 
-def preview(dataset: TokenizedDataset, tokenizer: Any, num_samples: int = 2, max_tokens: int = 200) -> list[str]:
-    """The first samples decoded, with what is trained on marked by + and what is not by -, a line per run of either."""
-    lines = []
-    for index in range(min(num_samples, len(dataset))):
-        sample = dataset[index]
-        ids, trained = sample["input_ids"][:max_tokens], sample["labels"][:max_tokens] != IGNORE
-        lines.append(f"sample {index}: {len(sample['input_ids'])} tokens (+ trained on, - not)")
-        for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1):
-            lines.append(f"  {'+' if trained[run[0]] else '-'} {tokenizer.decode(ids[run].tolist())!r}")
-        if len(sample["input_ids"]) > max_tokens:
-            lines.append("  ...")
-    return lines
+def _tokenizer(args: Arguments) -> tuple[Any, int | None]:
+    """The run's tokenizer, and its model's limit of positions."""
+    from harness import modeling  # imports torch, which wrong arguments need not wait for
+
+    return modeling.load_tokenizer(args.model), modeling.max_positions(modeling.load_config(args.model))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,13 +64,12 @@ _NO_EFFECT: dict[str, str] = {
     "mixed precision is PyTorch's own": "fp16_opt_level fp16_backend half_precision_backend",
     "NCCL on GPUs, gloo on CPUs": "ddp_backend",
     "DDP is set up for the model as it is": "ddp_broadcast_buffers ddp_static_graph",
-    "tokens are read from a memory-mapped file, without worker processes": (
-        "dataloader_num_workers dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory "
-        "dataloader_multiprocessing_context dataloader_in_order dispatch_batches"
+    "the loader reads ahead and keeps its workers and order by itself": (
+        "dataloader_prefetch_factor dataloader_persistent_workers dataloader_pin_memory dataloader_multiprocessing_context "
+        "dataloader_in_order dispatch_batches"
     ),
-    "an optimizer step is always whole": "dataloader_drop_last",
     "samples hold only what the model takes": "remove_unused_columns",
-    "samples are packed to one length": "group_by_length length_column_name",
+    "lengths are known from tokenising": "length_column_name",
     "layers to wrap are found in the model itself": "fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap",
     "memory is looked after by the memory settings": "auto_find_batch_size torch_empty_cache_steps",
     "activation checkpointing is never reentrant": "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
@@ -97,7 +96,6 @@ _REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "neftune_noise_alpha": ("no noise is added to embeddings", "leave it out", ("0", "0.0")),
     "optim_args": ("optimizers take their named arguments", "use --adam_beta1, --adam_beta2, --adam_epsilon, --weight_decay", ()),
     "optim_target_modules": ("optimizers treat all layers alike", "use LoRA (--lora_r) to train with less memory", ()),
-    "train_sampling_strategy": ("samples are shuffled", "leave it out", ("random", "group_by_length")),
     "split_batches": ("batch sizes are per process", "divide --per_device_train_batch_size by the number of processes", ()),
     "accelerator_config": ("the data loader is not accelerate's", "leave it out; batch sizes are per process", ("{}",)),
     "fsdp_config": (
@@ -116,6 +114,7 @@ _REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
 NAMES: dict[str, Name] = {
     **{old: Name("renamed", "older name", to=new) for old, new in _RENAMED.items()},
     "adafactor": Name("renamed", "older switch", to="optim", value="adafactor"),
+    "group_by_length": Name("renamed", "older switch", to="train_sampling_strategy", value="group_by_length"),
     **{name: Name("no_effect", reason) for reason, names in _NO_EFFECT.items() for name in names.split()},
     **{name: Name("refused", reason, fix=fix, neutral=neutral) for name, (reason, fix, neutral) in _REFUSED.items()},
 }

@@ -8,6 +8,7 @@ workers, nor the micro-batch size changes what a step learns from, and any step 
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -46,6 +47,10 @@ class SampleList:
     def __init__(self, rows: Any) -> None:
         self._rows = rows
         self.lengths = np.array([len(self[index]["input_ids"]) for index in range(len(rows))], dtype=np.int32)
+        self.num_tokens = int(self.lengths.sum(dtype=np.int64))
+        self.longest = int(self.lengths.max(initial=0))
+        fingerprint = getattr(rows, "_fingerprint", None)  # of a datasets.Dataset; else the lengths are what can be compared at little cost
+        self.fingerprint = f"own-{fingerprint or hashlib.sha256(self.lengths.tobytes()).hexdigest()[:32]}"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -123,8 +128,8 @@ class StepLoader:
                 f"one optimizer step needs {global_batch_size} samples, but there are {size}, so every step would be dropped",
                 "remove --dataloader_drop_last or use a smaller batch",
             )
-        if strategy == "sequential" and hasattr(dataset, "at"):
-            raise user_error("--train_sampling_strategy", "a mixture of sources has no sequential order", "use random or group_by_length")
+        if strategy != "random" and hasattr(dataset, "at_any"):
+            raise user_error("--train_sampling_strategy", f"a mixture of sources has only a random order, not {strategy}", "leave it out")
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.num_processes = num_processes
