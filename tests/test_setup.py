@@ -1,0 +1,130 @@
+"""The scripts that install and check: what they run, in which order, and when they have nothing to do."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Stands for python3: writes down how it is called, makes a venv by copying itself.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$(basename "$0") $*" >> "$CALLS"
+[ "$1" = -c ] && exit "${FAKE_TOO_OLD:-0}"
+if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
+if [ "$2" = pip ] && [[ "$*" == *"${FAKE_FAILING:-nothing fails}"* ]]; then exit 1; fi
+exit 0
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder like a fresh clone, with a made-up python3 first in PATH."""
+    root = tmp_path / "a clone"
+    (root / "launch").mkdir(parents=True)
+    for name in ("launch/env.sh", "launch/test.sh", "constraints.txt", "setup.cfg"):
+        shutil.copy(ROOT / name, root / name)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(FAKE_PYTHON)
+    (tmp_path / "bin/python3").chmod(0o755)
+    return root
+
+
+def bash(clone: Path, script: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PATH": f"{clone.parent}/bin:{os.environ['PATH']}", "CALLS": str(clone.parent / "calls"), **extra}
+    return subprocess.run(["bash", "-c", script], cwd=clone.parent, env=environ, capture_output=True, text=True, timeout=60)
+
+
+def calls(clone: Path) -> list[str]:
+    """How python was called since the last look."""
+    path = clone.parent / "calls"
+    lines = path.read_text().splitlines() if path.exists() else []
+    path.unlink(missing_ok=True)
+    return lines
+
+
+INSTALL = '. "a clone/launch/env.sh" && install_all test && echo "python=$python"'
+
+
+def test_installs_once(clone: Path) -> None:
+    done = bash(clone, INSTALL)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"python={clone}/.venv/bin/python"
+    made = calls(clone)
+    assert [line.split()[0:3] for line in made] == [["python3", "-c", "import"], ["python3", "-m", "venv"], *[["python", "-m", "pip"]] * 3]
+    installs = [line.split(" install ", 1)[1] for line in made if " install " in line]
+    assert all(line.startswith(f"-c {clone}/constraints.txt ") for line in installs)
+    # deepspeed's setup imports torch, so it is built after torch is there, and without a build environment of its own.
+    assert "torch" in installs[0].split() and "numpy" in installs[0].split()
+    assert installs[1].endswith("--no-build-isolation deepspeed")
+    assert installs[2].endswith(f"-e {clone}[test]")
+
+    assert bash(clone, INSTALL).returncode == 0
+    assert [line for line in calls(clone) if " pip " in line] == []
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "setup.cfg"])
+def test_installs_again_when_the_pins_change(clone: Path, name: str) -> None:
+    bash(clone, INSTALL)
+    calls(clone)
+    with (clone / name).open("a") as file:
+        file.write("\n# changed\n")
+    assert bash(clone, INSTALL).returncode == 0
+    again = calls(clone)
+    assert len([line for line in again if " pip " in line]) == 3
+    assert not [line for line in again if " venv " in line]
+
+
+def test_a_failed_installation_is_tried_again(clone: Path) -> None:
+    assert bash(clone, INSTALL, FAKE_FAILING="deepspeed").returncode == 1
+    assert calls(clone)[-1].endswith("deepspeed")
+    assert bash(clone, INSTALL).returncode == 0
+    assert len([line for line in calls(clone) if " pip " in line]) == 3
+
+
+def test_an_old_python_is_refused(clone: Path) -> None:
+    done = bash(clone, INSTALL, FAKE_TOO_OLD="1")
+    assert done.returncode == 2 and "3.10 or newer is needed" in done.stderr
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize("failing", ["", "ruff", "mypy", "lint-imports"])
+def test_every_check_runs_and_one_failure_fails(clone: Path, failing: str) -> None:
+    bash(clone, INSTALL)
+    calls(clone)
+    for tool in ("ruff", "mypy", "lint-imports"):
+        path = clone / ".venv/bin" / tool
+        path.write_text(f'#!/usr/bin/env bash\necho "{tool} $*" >> "$CALLS"\nexit {int(tool == failing)}\n')
+        path.chmod(0o755)
+    done = bash(clone, 'bash "a clone/launch/test.sh" tests/test_x.py')
+    assert done.returncode == (1 if failing else 0)
+    assert [line for line in calls(clone) if " -c " not in line] == [
+        "ruff check .",
+        "ruff format --check .",
+        "mypy ",
+        "lint-imports ",
+        "python -m pytest -n 2 --dist loadgroup tests/test_x.py",
+    ]
+    failed = [line for line in done.stderr.splitlines() if line.startswith("FAILED: ")]
+    assert len(failed) == {"": 0, "ruff": 2}.get(failing, 1) and all(failing in line for line in failed)
+
+
+def test_everything_installed_is_pinned() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    wanted = "\n".join([config["options"]["install_requires"], *(extras[name] for name in ("test", "logging", "plots"))])
+    names = {re.split(r"[<>=\[ ]", line)[0].lower() for line in wanted.splitlines() if line}
+    pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    assert names - pinned == set()
+
+
+def test_ci_runs_the_test_script() -> None:
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    assert "launch/test.sh" in (ROOT / ".ci/run").read_text()
