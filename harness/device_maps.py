@@ -102,7 +102,8 @@ def load_model(model_name_or_path: str, flags: DeviceMapArguments, revision: str
     With `dynamic`, a map that turns out not to load (another process took the memory meanwhile) is replaced by the other one.
     """
     config = load_config(ModelArguments(model_name_or_path=model_name_or_path, model_revision=revision))
-    empty = meta_model(config, options.get("dtype"))
+    dtype = options.get("dtype", "auto")
+    empty = meta_model(config, getattr(config, "dtype", None) if dtype == "auto" else dtype)
     where = placing(flags, free_memory())
     choice = choose_device_map(empty, flags.device_map or "dynamic", where)
     log_choice(empty, choice, where.free)

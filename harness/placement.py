@@ -109,7 +109,7 @@ def placing(maps: DeviceMapArguments, free: Mapping[Device, int], job: MapJob | 
     """
     limits: dict[Device, int] = {}
     if maps.max_memory is not None:
-        limits = device_map_text.parse_max_memory(maps.max_memory, len(free)) if free else {}
+        limits = device_map_text.parse_max_memory(maps.max_memory, len(free))
     # As in accelerate, naming some devices leaves out the others.
     only_cards = any(isinstance(device, int) for device in limits)
     cards = {card: min(size, limits.get(card, 0)) if only_cards else int(size * USABLE_SHARE) for card, size in free.items()}
@@ -215,7 +215,7 @@ def _by_accelerate(model: nn.Module, units: Sequence[Unit], where: Placing, stra
     """accelerate's own `auto` (= its `balanced`), `balanced_low_0` or `sequential`, by bytes of the weights."""
     from accelerate.utils import get_balanced_memory, infer_auto_device_map
 
-    if not where.cards:
+    if not where.cards and not where.host:
         raise _does_not_fit(units, where, "there is no card")
     classes = sorted(block_classes(model, where.no_split_modules))
     memory: dict[Any, Any] = {**where.cards, "cpu": where.host.get("cpu", 0)}
@@ -328,6 +328,11 @@ def _dynamic(model: Any, units: Sequence[Unit], where: Placing) -> MapChoice:
 
     if not where.cards:
         device_map: dict[str, Device] = {"": "cpu"}
+        weights = sum(unit.weight_bytes for unit in units)
+        if where.host and weights > where.host["cpu"]:
+            device_map = _by_accelerate(model, units, where, "sequential")
+            note = f"no GPU, and {format_gib(weights)} of weights for {format_gib(where.host['cpu'])} of host memory: the rest on disk"
+            return done(MapChoice("sequential", device_map, _report(units, device_map, where)), note)
         return done(MapChoice("cpu", device_map, _report(units, device_map, where)), "no GPU: everything in host memory")
     auto, why_not = attempt("auto", lambda: _by_accelerate(model, units, where, "auto"))
     if len(where.cards) == 1 and auto is not None:
