@@ -27,7 +27,7 @@ _MEMORY_KEYS = (
     "stage3_max_reuse_distance",
     "sub_group_size",
 )
-_STAGE3_KEYS = ("offload_param", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+_STAGE3_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def check_deepspeed(config: Mapping[str, Any], *, num_processes: int | None = None, machine: Machine | None = None) -> list[Finding]:
@@ -151,8 +151,8 @@ def _zero_findings(config: Mapping[str, Any], num_processes: int | None, machine
         for key in zero:
             if key.startswith("stage3_") and zero[key] is not False:
                 yield Finding("info", f"zero_optimization.{key}", f"has no effect in stage {stage:g}", "remove it, or use stage 3")
-        for key in _STAGE3_KEYS[1:]:
-            if zero.get(key) not in (None, False, 1):
+        for key in _STAGE3_KEYS:
+            if zero.get(key) is True or (not isinstance(zero.get(key), bool) and _number_at(zero, key) > 1):
                 yield Finding("error", f"zero_optimization.{key}", f"needs stage 3, not {stage:g}", "remove it, or use stage 3")
     if stage in (0, 3) and zero.get("compute_grad_norm") is False:
         yield Finding("error", "zero_optimization.compute_grad_norm", f"false is for stages 1 and 2, not {stage:g}", "remove it")
