@@ -152,7 +152,7 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
         if folder is not None:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-            run_folder.record_exit(folder, WRONG_INPUT, run_folder.explain(error), 0, started_s)
+        run_folder.record_exit(folder, WRONG_INPUT, run_folder.explain(error), 0, started_s)
     return WRONG_INPUT
 
 

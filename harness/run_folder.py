@@ -215,14 +215,22 @@ def _write(path: Path, value: Any) -> None:
 
 
 def record_exit(folder: Path | None, code: int, reason: str, rank: int = 0, started_s: float = 0.0) -> None:
-    """Writes exit.json. Of several ranks that fail, the first one's reason stays: the others fail because of it.
+    """Writes exit.json, and the same to the file that HARNESS_EXIT_FILE names: launch/run.py gives it one outside the run's folder, so that
+    it learns the code also of a run that never had a folder. Of several ranks that fail, the first one's reason stays: the others fail
+    because of it.
 
     Args:
         started_s: wall-clock start of this job; an older exit.json is an earlier job's.
     """
-    if folder is None or not folder.is_dir():
-        return
-    path = folder / "exit.json"
+    report = {"code": code, "reason": reason, "rank": rank, "time": time.time()}
+    if launchers_file := os.environ.get("HARNESS_EXIT_FILE"):
+        _write_first(Path(launchers_file), report, started_s)
+    if folder is not None and folder.is_dir():
+        _write_first(folder / "exit.json", report, started_s)
+
+
+def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
+    """Writes the report unless another rank of this job already has; a file that cannot be written is left alone."""
     try:
         # Exclusive: one rank of this job wins. A file of an earlier job is removed by the main process at start.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -231,12 +239,12 @@ def record_exit(folder: Path | None, code: int, reason: str, rank: int = 0, star
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= started_s:
                 return
         with contextlib.suppress(OSError):
-            _write(path, {"code": code, "reason": reason, "rank": rank, "time": time.time()})
+            _write(path, report)
         return
     except OSError:
         return
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump({"code": code, "reason": reason, "rank": rank, "time": time.time()}, file)
+        json.dump(report, file)
 
 
 def explain(error: UserError) -> str:

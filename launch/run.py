@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -122,29 +123,30 @@ def read_exit_file(output_dir: Path | None) -> bytes:
         return b""
 
 
-def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes) -> tuple[int, str]:
+def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes, told: bytes = b"") -> tuple[int, str]:
     """The run's own code where it wrote one, else what the launcher and the signals say.
 
     Args:
         exit_before: exit.json as it was before the start; the same bytes afterwards are an older run's.
+        told: what the run wrote into the file that HARNESS_EXIT_FILE named; counts before exit.json.
 
     Returns:
         The code, and a line for the user ("" when there is nothing to say).
     """
-    raw = read_exit_file(plan.output_dir)
+    raw = told or read_exit_file(plan.output_dir)
     if raw and raw != exit_before:
         try:
             report = json.loads(raw)
             code, reason = int(report["code"]), str(report.get("reason", ""))
         except (ValueError, KeyError, TypeError):
-            return ended.code or 1, f"{plan.output_dir}/{EXIT_FILE} cannot be read; the launcher ended with {ended.code}"
+            return ended.code or 1, f"the run's {EXIT_FILE} cannot be read; the launcher ended with {ended.code}"
         differs = "" if ended.code == code else f" (the launcher ended with {ended.code})"
         return code, f"exit code {code}{': ' + reason if reason else ''}{differs}" if code or differs else ""
     if ended.stopped_by is not None:
         return 128 + ended.stopped_by, f"stopped by {signal.Signals(ended.stopped_by).name}; the run left no {EXIT_FILE}"
-    if ended.code == 0 and plan.must_report and plan.output_dir is not None and not {"-h", "--help"} & set(plan.command):
+    if ended.code == 0 and plan.must_report and not {"-h", "--help"} & set(plan.command):
         # deepspeed's runner ends with 0 when a signal killed its ranks.
-        return 1, f"the launcher ended with 0, but the run left no {plan.output_dir}/{EXIT_FILE}: it did not finish"
+        return 1, f"the launcher ended with 0, but the run left no {EXIT_FILE}: it did not finish"
     return ended.code, f"the launcher ended with {ended.code}" if ended.code else ""
 
 
@@ -166,14 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"launch: {shell_line(plan)}", file=sys.stderr, flush=True)
     exit_before = read_exit_file(plan.output_dir)
     environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.environ
-    try:
-        ended = processes.Job(plan.command, environ, options.grace_s).run()
-    except OSError as error:
-        print(f"launch: error: cannot start {plan.command[0]}: {error.strerror}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory(prefix="harness-launch-") as folder:
+        # A run with a wrong flag has no folder of its own to leave its code in.
+        environ["HARNESS_EXIT_FILE"] = str(Path(folder) / EXIT_FILE)
+        try:
+            ended = processes.Job(plan.command, environ, options.grace_s).run()
+        except OSError as error:
+            print(f"launch: error: cannot start {plan.command[0]}: {error.strerror}", file=sys.stderr)
+            return 2
+        told = read_exit_file(Path(folder))
     if ended.num_killed:
         print(f"launch: {ended.num_killed} process(es) did not stop and were killed", file=sys.stderr)
-    code, line = final_code(plan, ended, exit_before)
+    code, line = final_code(plan, ended, exit_before, told)
     if line:
         print(f"launch: {line}", file=sys.stderr)
     return code

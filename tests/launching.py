@@ -32,7 +32,8 @@ RUN_CLM = ROOT / "harness/run_clm.py"
 Kind = Literal["python", "torchrun", "deepspeed", "accelerate", "run"]
 _TEST_MARK = "HARNESS_TEST_LAUNCH"
 # What an outer launcher or the developer's shell may have left; a test's launch decides these itself.
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "HARNESS_LAUNCH_ID")
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_FOREIGN += ("HARNESS_LAUNCH_ID", "HARNESS_EXIT_FILE")
 _FOREIGN_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "PET_", "SLURM_", "DS_", "PYTEST_")
 
 

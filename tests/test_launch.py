@@ -385,15 +385,15 @@ def test_yaml_scalars(tmp_path: Path) -> None:
         ("", processes.Ended(3), True, 3, "the launcher ended with 3"),
         ("", processes.Ended(1, signal.SIGINT), True, 130, "stopped by SIGINT; the run left no exit.json"),
         ("", processes.Ended(0), False, 0, ""),
-        ("{", processes.Ended(0), True, 1, "OUT/exit.json cannot be read; the launcher ended with 0"),
-        ('{"code": "x"}', processes.Ended(4), True, 4, "OUT/exit.json cannot be read; the launcher ended with 4"),
+        ("{", processes.Ended(0), True, 1, "the run's exit.json cannot be read; the launcher ended with 0"),
+        ('{"code": "x"}', processes.Ended(4), True, 4, "the run's exit.json cannot be read; the launcher ended with 4"),
     ],
 )
 def test_final_code(tmp_path: Path, written: str, ended: processes.Ended, must_report: bool, code: int, line: str) -> None:
     if written:
         (tmp_path / "exit.json").write_text(written)
     plan = Plan(["x"], output_dir=tmp_path, must_report=must_report)
-    assert run.final_code(plan, ended, b"") == (code, line.replace("OUT", str(tmp_path)))
+    assert run.final_code(plan, ended, b"") == (code, line)
 
 
 def test_an_older_runs_exit_file_does_not_count(tmp_path: Path) -> None:
@@ -406,6 +406,13 @@ def test_a_launcher_that_says_zero_for_a_run_that_did_not_finish(tmp_path: Path)
     """deepspeed's runner ends with 0 when its launch process was killed by a signal."""
     assert run.final_code(Plan(["x"], output_dir=tmp_path, must_report=True), processes.Ended(0), b"")[0] == 1
     assert run.final_code(Plan(["x", "--help"], output_dir=tmp_path, must_report=True), processes.Ended(0), b"")[0] == 0
+
+
+def test_what_the_run_told_the_launcher_counts_first(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text('{"code": 1, "reason": "folder"}')
+    plan = Plan(["x"], output_dir=tmp_path)
+    assert run.final_code(plan, processes.Ended(1), b"", b'{"code": 2, "reason": "told"}')[0] == 2
+    assert run.final_code(Plan(["x"]), processes.Ended(1), b"", b'{"code": 2, "reason": "told"}')[0] == 2
 
 
 # ---- the real launchers ----
@@ -533,6 +540,14 @@ def test_dry_run_starts_nothing(script: Path, tmp_path: Path) -> None:
 def test_defaults_are_options(script: Path) -> None:
     options, script_args = run.read_options([])
     assert options == Options() and script_args == []
+
+
+def test_wrong_input_is_2_also_without_a_folder() -> None:
+    """torchrun ends with 1, and a run without --output_dir has no folder for its exit.json."""
+    result = run_launcher("run", 2, ["--learnig_rate", "1"], launcher_args=["--engine", "ddp"], timeout_s=60)
+    assert result.returncode == 2, result.stdout
+    assert "did you mean --learning_rate?" in result.stdout
+    assert "Traceback" not in result.stdout.split("launch: exit code 2")[1]
 
 
 # ---- the shell scripts ----
