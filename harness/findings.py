@@ -39,6 +39,9 @@ class UserError(ValueError):
         self.findings: list[Finding] = [findings] if isinstance(findings, Finding) else list(findings)
         super().__init__("\n".join(finding.line() for finding in self.findings))
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[list[Finding]]]:
+        return UserError, (self.findings,)  # exceptions are pickled by their text otherwise; these also come from worker processes
+
 
 def user_error(key: str, message: str, fix: str = "") -> UserError:
     """A `UserError` of one finding."""

@@ -1,0 +1,166 @@
+"""Documents of a pack do not see each other, and ranks that wait for data do not run into a collective's time limit."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import os
+import time
+
+import numpy as np
+import pytest
+
+from harness.batches import IGNORE, collate, make_sample
+from harness.data import prepare_data
+from tests.data_tokenizers import byte_tokenizer
+
+A1, A2, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [30, 31, 32, 33]
+
+
+def pack(*documents):
+    """A sample of several documents, as a `TokenizedDataset` makes it."""
+    parts = [make_sample(np.array(document)) for document in documents]
+    for number, part in enumerate(parts):
+        part["labels"][0] = IGNORE
+        part["document_ids"][:] = number
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+@functools.cache
+def tiny_llama(attention):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def token_losses(attention, batch):
+    """Loss of every predicted token (b, s - 1), 0 where none is predicted."""
+    import torch
+
+    from harness import modeling
+
+    modeling.isolate_packed_documents()
+    with torch.no_grad(), modeling.documents(batch.document_ids):
+        logits = tiny_llama(attention)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=IGNORE
+    ).view(batch.input_ids.shape[0], -1)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention):
+    import torch
+
+    losses = [token_losses(attention, collate([pack(first, B)], pad_id=0, multiple_of=16)) for first in (A1, A2)]
+    of_b = slice(len(A1), len(A1) + len(B) - 1)
+    assert torch.equal(losses[0][:, of_b], losses[1][:, of_b])
+    assert not torch.equal(losses[0][:, : len(A1) - 1], losses[1][:, : len(A1) - 1])
+    assert losses[0][0, len(A1) - 1] == 0  # the first token of B is not predicted from A
+    assert losses[0][0, len(A1) + len(B) - 1 :].tolist() == [0] * 7  # padding
+    joined = collate([pack(A1, B)], pad_id=0)
+    joined.document_ids.zero_()
+    other = collate([pack(A2, B)], pad_id=0)
+    other.document_ids.zero_()
+    assert not torch.equal(token_losses(attention, joined)[:, of_b], token_losses(attention, other)[:, of_b])  # the test can fail
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_have_the_losses_of_each_alone(attention):
+    import torch
+
+    packed = token_losses(attention, collate([pack(A1, B, A2)], pad_id=0, multiple_of=8))
+    alone = [token_losses(attention, collate([pack(document)], pad_id=0)) for document in (A1, B, A2)]
+    expected = torch.cat([torch.cat([losses[0], losses.new_zeros(1)]) for losses in alone])[:-1]
+    torch.testing.assert_close(packed[0, : len(expected)], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_padding_alone_needs_no_mask(attention):
+    """What `single_documents` promises: with one document per row, plain causal attention gives the same real tokens."""
+    import torch
+
+    batch = collate([pack(A1), pack(B)], pad_id=3)
+    assert batch.single_documents
+    masked = token_losses(attention, batch)
+    batch.document_ids = None
+    torch.testing.assert_close(token_losses(attention, batch), masked, rtol=0, atol=2e-6)
+
+
+def _rank(rank, folder, delay_s, limit_s, fail):
+    """A rank that prepares data between two collectives, the data taking longer than a collective may."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    from harness import preparation
+    from harness.args import DataArguments
+
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=limit_s))
+    original = preparation.Preparer._tokenise
+
+    def slow(self, target, source, name):
+        time.sleep(delay_s)
+        if fail:
+            raise RuntimeError("the disk is gone")
+        original(self, target, source, name)
+        with open(f"{folder}/made", "a") as file:
+            file.write(f"{rank}\n")
+
+    preparation.Preparer._tokenise = slow
+    args = DataArguments(train_file=[f"{folder}/a.jsonl"], data_cache_dir=f"{folder}/cache", block_size=16)
+    dist.all_reduce(torch.ones(1))
+    begin = time.monotonic()
+    outcome = {}
+    try:
+        data = prepare_data(args, byte_tokenizer(), max_positions=64, seed=0, say=lambda line: None, is_local_main=rank == 0)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        outcome = {"samples": len(data.train), "total": total.item()}
+    except Exception as error:
+        outcome = {"error": str(error)}
+    outcome["seconds"] = time.monotonic() - begin
+    with open(f"{folder}/rank{rank}.json", "w") as file:
+        json.dump(outcome, file)
+    os._exit(0)  # the peer may be gone: do not wait for it in the group's destructor
+
+
+def run_two_ranks(folder, delay_s, limit_s, fail=False):
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"text": f"row {number}"}) for number in range(60)))
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_rank, args=(rank, str(folder), delay_s, limit_s, fail)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("delay_s", "limit_s"), [(5, 2), pytest.param(20, 5, marks=pytest.mark.slow)])
+def test_a_rank_may_wait_for_data_longer_than_a_collective_may_take(tmp_path, delay_s, limit_s):
+    first, second = run_two_ranks(tmp_path, delay_s, limit_s)
+    assert first["samples"] == second["samples"] > 0
+    assert first["total"] == second["total"] == 2
+    assert min(first["seconds"], second["seconds"]) >= delay_s
+    assert (tmp_path / "made").read_text().split() == ["0"]
+
+
+def test_a_rank_whose_peer_fails_in_preparing_stops_with_its_reason(tmp_path):
+    first, second = run_two_ranks(tmp_path, 2, 2, fail=True)
+    assert first["error"] == "the disk is gone"
+    assert "the disk is gone" in second["error"]
+    assert second["seconds"] < 10
