@@ -184,6 +184,50 @@ class LoraArguments:
     """LoRA adapters; none unless lora_r is given."""
 
     lora_r: Optional[int] = _field(None, "r of the adapters; turns LoRA on.")
+    lora_alpha: Optional[int] = _field(None, "Adapters are scaled by alpha / r. Default: 2 r.")
+    lora_dropout: float = _field(0.0, "Dropout before the adapters.")
+    target_modules: list[str] = _field(["all-linear"], "Names of the layers that get an adapter, or all-linear (without the head).")
+    target_layers: Optional[str] = _field(None, "Only these decoder layers: 0,1,2 or 10-20.")
+    modules_to_save: list[str] = _field([], "Modules that are trained whole and saved with the adapters.")
+    use_dora: bool = _field(False, "DoRA: the magnitudes of the weights are trained apart from their directions.")
+    use_rslora: bool = _field(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
+    rank_pattern: Optional[str] = _field(None, "JSON with other r for some modules: '{\"q_proj\": 16}'.")
+    alpha_pattern: Optional[str] = _field(None, "JSON with other alpha for some modules.")
+    check_r_consistency: bool = _field(True, "Compare r in the config with the adapters' shapes, and adapters across ranks.")
+    strict_r_check: bool = _field(False, "A wrong r ends the run instead of being warned of.")
+
+    def problems(self, typed: frozenset[str]) -> list[Finding]:
+        """What is wrong with these arguments by themselves.
+
+        Args:
+            typed: names the user gave.
+        """
+        found: list[Finding] = []
+
+        def bad(key: str, message: str, fix: str = "") -> None:
+            found.append(Finding("error", "--" + key, message, fix))
+
+        if self.lora_r is None:
+            for name in sorted(typed & {field.name for field in dataclasses.fields(self)}):
+                bad(name, "has no effect without adapters", "add --lora_r 8, or leave it out")
+            return found
+        if self.lora_r < 1:
+            bad("lora_r", f"must be at least 1, not {self.lora_r}")
+        if self.lora_alpha is not None and self.lora_alpha < 1:
+            bad("lora_alpha", f"must be at least 1, not {self.lora_alpha}")
+        if not 0 <= self.lora_dropout < 1:
+            bad("lora_dropout", f"must be at least 0 and below 1, not {self.lora_dropout}")
+        if "all-linear" in self.target_modules and len(self.target_modules) > 1:
+            bad("target_modules", "names all-linear and others too", "keep one of the two")
+        for name, text in (("rank_pattern", self.rank_pattern), ("alpha_pattern", self.alpha_pattern)):
+            try:
+                pattern = json.loads(text) if text else {}
+            except json.JSONDecodeError as error:
+                bad(name, f"is not JSON: {error.msg} at character {error.pos}", f"quote it: --{name} '{{\"q_proj\": 16}}'")
+                continue
+            if not isinstance(pattern, dict) or not all(type(value) is int and value > 0 for value in pattern.values()):
+                bad(name, f"must map module names to positive whole numbers, not {text}", f"write --{name} '{{\"q_proj\": 16}}'")
+        return found
 
 
 @dataclasses.dataclass
@@ -472,6 +516,7 @@ def resolve(args: Arguments) -> Arguments:
                 bad(name, f"is not JSON: {error.msg} at character {error.pos}", "quote it: '{\"num_cycles\": 2}'")
     engine = next((name for name in ("deepspeed", "fsdp") if getattr(train, name)), None)
     problems += device_map_text.resolve(args.maps, engine, world_size_from_environment())
+    problems += args.lora.problems(args.typed)
     if problems:
         raise UserError(problems)
     return args

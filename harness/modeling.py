@@ -168,6 +168,9 @@ class EmptyModel:
     Attributes:
         source: folder with safetensors to load, or None to initialise from scratch.
         dtype: dtype of its parameters when materialised.
+        frozen_dtype: dtype of those that do not train; None: the same.
+        stored_name: parameter's name -> its name in `source`; None for one that is not there and gets its values from `init_block`.
+        init_block: called with a block's modules, its place and the device when the block's stored weights are in place.
     """
 
     model: Any
@@ -175,6 +178,9 @@ class EmptyModel:
     source: Path | None
     dtype: torch.dtype
     seed: int
+    frozen_dtype: torch.dtype | None = None
+    stored_name: Callable[[str], str | None] = str
+    init_block: Callable[[list[nn.Module], int, torch.device], None] | None = None
 
 
 def layer_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -276,13 +282,17 @@ class SafetensorsFolder:
                 raise user_error("--model_name_or_path", f"{folder / name} is damaged: {error}", "download the model again") from None
             self.where.update(dict.fromkeys(handle.keys(), handle))
 
-    def names_for(self, model: Any) -> dict[str, str] | None:
-        """Model parameter name -> name in the files; None when they do not match one to one (another version's layout)."""
-        wanted = {name for name, _ in model.named_parameters()}
+    def names_for(self, model: Any, stored_name: Callable[[str], str | None] = str) -> dict[str, str] | None:
+        """Model parameter name -> name in the files; None when they do not match one to one (another version's layout).
+
+        Args:
+            stored_name: as in `EmptyModel`.
+        """
+        wanted = {name: stored for name, _ in model.named_parameters() if (stored := stored_name(name)) is not None}
         for prefix in ("", f"{model.base_model_prefix}."):
             found = {prefix + name: name for name in self.where}
-            if wanted <= set(found):
-                return {name: found[name] for name in wanted}
+            if set(wanted.values()) <= set(found):
+                return {name: found[stored] for name, stored in wanted.items()}
         return None
 
     def get(self, name: str) -> Tensor:
@@ -306,7 +316,7 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
     """
     model = empty.model
     source = SafetensorsFolder(empty.source) if empty.source else None
-    names = source.names_for(model) if source else None
+    names = source.names_for(model, empty.stored_name) if source else None
     whole = None
     if source is not None and names is None:
         whole = _load_whole(empty)
@@ -317,25 +327,28 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
     rest = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
     for index, (unit_name, unit) in enumerate([*units, ("", model)]):
         members = [module for _, module in rest] if unit is model else list(unit.modules())
-        fresh = _materialise(members, device, empty.dtype, memo)
+        fresh = _materialise(members, device, empty, memo)
+        stored = [(parameter_names[old], parameter) for old, parameter in fresh if empty.stored_name(parameter_names[old]) is not None]
         if source is not None and names is not None:
-            for old_id, parameter in fresh:
-                _copy_rows(parameter, source.get(names[parameter_names[old_id]]), empty, index)
+            for name, parameter in stored:
+                _copy_rows(parameter, source.get(names[name]), empty, index)
         elif source is not None:
-            for old_id, parameter in fresh:
+            for name, parameter in stored:
                 if whole is not None:
-                    _copy_rows(parameter, whole[parameter_names[old_id]], empty, index)
+                    _copy_rows(parameter, whole[str(empty.stored_name(name))], empty, index)
                 if broadcast is not None:
                     broadcast(parameter)
         else:
             initialise(model, members, empty.seed, index, device)
+        if empty.init_block is not None:
+            empty.init_block(members, index, device)
         if shard is not None:
             shard(unit_name, unit)
     return model
 
 
 def _materialise(
-    modules: list[nn.Module], device: torch.device, dtype: torch.dtype, memo: dict[int, tuple[Tensor, nn.Parameter]]
+    modules: list[nn.Module], device: torch.device, empty: EmptyModel, memo: dict[int, tuple[Tensor, nn.Parameter]]
 ) -> list[tuple[int, nn.Parameter]]:
     """Replaces meta parameters by empty ones, tied ones by the same; buffers move. Returns (id of the old one, new one)."""
     fresh = []
@@ -344,7 +357,8 @@ def _materialise(
             if parameter is None or not parameter.is_meta:
                 continue
             if id(parameter) not in memo:
-                dtype_here = dtype if parameter.is_floating_point() else parameter.dtype
+                wanted = empty.dtype if parameter.requires_grad else empty.frozen_dtype or empty.dtype
+                dtype_here = wanted if parameter.is_floating_point() else parameter.dtype
                 new = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype_here), requires_grad=parameter.requires_grad)
                 memo[id(parameter)] = (parameter, new)  # the old one is kept so that its id is not used again
                 fresh.append((id(parameter), new))

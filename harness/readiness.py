@@ -369,8 +369,8 @@ def examine(output_dir: Path, model: Path | None = None, bandwidth: bool = True,
     used = visible_indices(os.environ, [card.uuid for card in cards])
 
     libraries, findings = check_libraries()
-    (operators,) = run_probes("deepspeed", [{}], timeout_s)
-    findings += check_build_tools(torch_facts.get("torch_cuda"), operators.get("nvcc"))
+    operators = run_probes("deepspeed", [{}], timeout_s)[0] if libraries.get("deepspeed") != "absent" else {}
+    findings += check_build_tools(torch_facts.get("torch_cuda"), torch_facts.get("nvcc"))
     if "error" in operators:
         findings.append(Finding("warning", "deepspeed", str(operators["error"]), "python -m deepspeed.env_report shows more"))
     machine = detect_machine()

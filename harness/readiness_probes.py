@@ -37,8 +37,12 @@ def torch_facts() -> dict[str, Any]:
         "devices": [],
         "peer_access": [],
         "broken_imports": {},
+        "nvcc": None,
     }
     if torch.version.cuda is not None:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        facts["nvcc"] = _nvcc_version(CUDA_HOME)
         try:
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         except Exception as error:  # built without NCCL
@@ -89,19 +93,18 @@ def _devices() -> tuple[list[dict[str, Any]], list[list[bool]]]:
 
 
 def deepspeed_ops() -> dict[str, Any]:
-    """Which of DeepSpeed's operators it believes it can build here, the CUDA compiler's version, and DeepSpeed's own version."""
+    """Which of DeepSpeed's operators it believes it can build here."""
     from deepspeed.ops import op_builder
-    from torch.utils.cpp_extension import CUDA_HOME
 
     builders = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
-    operators = {}
+    operators: dict[str, Any] = {}
     for name, builder in builders.items():
         try:
             operators[name] = bool(getattr(op_builder, builder)().is_compatible(verbose=False))
         except Exception as error:  # a builder may raise instead of saying no
             operators[name] = False
-            operators[f"{name}_error"] = str(error).splitlines()[0] if str(error) else type(error).__name__  # type: ignore[assignment]
-    return {"operators": operators, "nvcc": _nvcc_version(CUDA_HOME)}
+            operators[f"{name}_error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return {"operators": operators}
 
 
 def _nvcc_version(cuda_home: str | None) -> str | None:

@@ -178,9 +178,7 @@ def test_write_speed_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_file_system_of_a_folder() -> None:
-    mounts = (
-        "overlay / overlay rw 0 0\ns:/x /data nfs4 rw 0 0\n/dev/sda /data/my\\040disk ext4 rw 0 0\n/dev/sdb /database xfs rw 0 0\n"
-    )
+    mounts = "overlay / overlay rw 0 0\ns:/x /data nfs4 rw 0 0\n/dev/sda /data/my\\040disk ext4 rw 0 0\n/dev/sdb /database xfs rw 0 0\n"
     assert host_checks.file_system(Path("/data/run"), mounts) == "nfs4"
     assert host_checks.file_system(Path("/data/my disk/run"), mounts) == "ext4"
     assert host_checks.file_system(Path("/home"), mounts) == "overlay"
@@ -458,9 +456,18 @@ def test_answers_of_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scri
 def fake_machine(monkeypatch: pytest.MonkeyPatch, cards: list[GpuSample], devices: list[dict[str, Any]]) -> None:
     def probes(name: str, environments: Any, timeout_s: float) -> list[dict[str, Any]]:
         if name == "torch":
-            return [{**TORCH, "devices": devices, "peer_access": [[True] * len(devices)] * len(devices), "nccl": "2.28", "cudnn": 9}]
+            return [
+                {
+                    **TORCH,
+                    "devices": devices,
+                    "peer_access": [[True] * len(devices)] * len(devices),
+                    "nccl": "2.28",
+                    "cudnn": 9,
+                    "nvcc": "13.0",
+                }
+            ]
         if name == "deepspeed":
-            return [{"operators": {"cpu_adam": True}, "nvcc": "13.0"}]
+            return [{"operators": {"cpu_adam": True}}]
         if name == "copy":
             return [copy_result(390.0)]
         return [{"bus_gb_per_s": 300.0 + index, "num_gpus": 2, "right": True} for index, _ in enumerate(environments)]

@@ -10,9 +10,10 @@ import torch
 
 from harness.args import Arguments
 from harness.coordination import Coordinator
-from harness.engines.base import Build, Engine
-from harness.findings import UserError, has_errors
+from harness.engines.base import Build, Engine, compute_dtype
+from harness.findings import UserError, has_errors, user_error
 from harness.ladder import MemorySettings
+from harness.lora import AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel
 from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
 
@@ -100,6 +101,7 @@ def build_engine(
     Raises:
         UserError: what only the model can show to be wrong in a template.
     """
+    lora = attach_adapters(engine, args, empty_model, precision) if args.lora.lora_r is not None else None
     build = Build(args, coordinator, empty_model, settings, precision, total_steps)
     used: dict[str, Any] = {}
     made: Any
@@ -121,4 +123,30 @@ def build_engine(
         made = DdpEngine(build)
     log.info("engine=%s num_processes=%d backend=%s precision=%s", made.name, coordinator.num_processes, coordinator.backend, precision)
     log.info("layout: %s", made.describe())
+    if lora is not None:
+        made.lora = lora
+        checked = check_after_build(
+            made.module, lora, coordinator.gather, check_r=args.lora.check_r_consistency, strict=args.lora.strict_r_check
+        )
+        for finding in checked:
+            log.warning("%s", finding.line())
+        log.info("LoRA: r=%d, %d modules, consistent on all ranks", lora.config.r, len(lora.modules))
     return made, used
+
+
+def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, precision: str) -> AttachedLora:
+    """Puts LoRA adapters into the empty model; the frozen rest is kept in the compute dtype, the adapters in float32.
+
+    Raises:
+        UserError: names that are not in the model, or what an engine cannot do.
+    """
+    if args.lora.use_dora and engine == "zero":
+        template = load_deepspeed_template(args, os.environ) or {}
+        if template.get("zero_optimization", {}).get("stage") == 3:
+            raise user_error("--use_dora", "reads base weights that ZeRO-3 has not gathered", "use FSDP or ZeRO-2, or leave it out")
+    model = empty_model.model
+    lora = attach_lora(model, args.lora, seed=args.train.seed, base_name=args.model.model_name_or_path)
+    empty_model.stored_name, empty_model.init_block = stored_name, lora.init_block
+    if engine != "zero":  # DeepSpeed keeps one dtype, and float32 masters of what trains
+        empty_model.frozen_dtype = compute_dtype(precision)
+    return lora

@@ -1,0 +1,175 @@
+"""Which modules of a model get LoRA adapters, and peft's configuration for them; every name is checked against the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from harness.args import LoraArguments
+from harness.findings import Finding, UserError, user_error
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Layer numbers from "0,1,2", "10-20" or both.
+
+    Raises:
+        UserError: not such a list, or a number that the model does not have.
+    """
+    layers: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if not match or (match[2] is not None and int(match[2]) < int(match[1])):
+            raise user_error("--target_layers", f"cannot read '{part or text}'", "write 0,1,2 or 10-20")
+        layers.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    outside = sorted(layer for layer in layers if layer >= num_layers)
+    if outside:
+        raise user_error("--target_layers", f"layer {outside[0]} out of range 0-{num_layers - 1}", f"the model has {num_layers} layers")
+    return sorted(layers)
+
+
+def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Full name -> module of every linear layer that can carry an adapter; not the output head."""
+    from transformers.pytorch_utils import Conv1D
+
+    head = _head(model)
+    kinds = (nn.Linear, Conv1D)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+
+
+def _suffixes(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names))
+
+
+def _matches(name: str, wanted: str) -> bool:
+    """Whether a module is meant by a target name, as peft decides it."""
+    return name == wanted or name.endswith("." + wanted)
+
+
+def _layer_of(name: str) -> tuple[str, int] | None:
+    """(name of the list, number) of the block that a module is in: "model.layers.3.mlp.up_proj" -> ("layers", 3)."""
+    match = re.search(r"(?:^|\.)([A-Za-z_]\w*)\.(\d+)(?:\.|$)", name)
+    return (match[1], int(match[2])) if match else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """Which modules get adapters.
+
+    Attributes:
+        names: as peft's `target_modules`.
+        modules: full names of the modules.
+        layers: numbers of the blocks, None for all.
+        layers_pattern: name of the list of blocks.
+    """
+
+    names: list[str]
+    modules: list[str]
+    layers: list[int] | None = None
+    layers_pattern: str | None = None
+
+
+def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
+    """Resolves `--target_modules` and `--target_layers` on a model.
+
+    Raises:
+        UserError: names that match nothing, with those that exist; layers out of range.
+    """
+    linear = linear_modules(model)
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    usable = {**linear, **embeddings}
+    if model_head := _head_name(model):
+        usable[model_head] = model.get_submodule(model_head)
+    wanted = [name for name in lora.target_modules if name]
+    names = _suffixes(linear) if wanted in ([], ["all-linear"]) else wanted
+    everything = [name for name, _ in model.named_modules()]
+    problems = []
+    for name in names:
+        if any(_matches(full, name) for full in usable):
+            continue
+        exists = any(_matches(full, name) for full in everything)
+        message = f"{name} is no linear layer" if exists else f"{name} is not in {type(model).__name__}"
+        problems.append(Finding("error", "--target_modules", message, f"choose from {', '.join(_suffixes(linear))}, or all-linear"))
+    if problems:
+        raise UserError(problems)
+    modules = [full for full in usable if any(_matches(full, name) for name in names)]
+    if not lora.target_layers:
+        return Targets(names, modules)
+    lists = {found[0]: 0 for full in linear if (found := _layer_of(full))}
+    for full in linear:
+        if found := _layer_of(full):
+            lists[found[0]] = max(lists[found[0]], found[1] + 1)
+    if not lists:
+        raise user_error("--target_layers", f"{type(model).__name__} has no numbered layers", "leave it out")
+    pattern = max(lists, key=lambda name: lists[name])
+    layers = parse_layers(lora.target_layers, lists[pattern])
+    modules = [full for full in modules if _layer_of(full) is not None and _layer_of(full) in {(pattern, layer) for layer in layers}]
+    if not modules:
+        raise user_error("--target_layers", f"none of {', '.join(names)} is in layers {lora.target_layers}", "leave it out")
+    return Targets(names, modules, layers, pattern)
+
+
+def _head_name(model: nn.Module) -> str | None:
+    head = _head(model)
+    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
+
+
+def _head(model: Any) -> nn.Module | None:
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def build_config(lora: LoraArguments, model: nn.Module, base_name: str | None = None) -> tuple[Any, Targets]:
+    """peft's `LoraConfig` for a model, with everything checked against it.
+
+    Args:
+        base_name: where the base model comes from; written into the adapter's config.
+
+    Raises:
+        UserError: all that is wrong with names, layers and patterns.
+    """
+    from peft import LoraConfig
+
+    assert lora.lora_r is not None
+    targets = find_targets(lora, model)
+    rank_pattern: dict[str, int] = json.loads(lora.rank_pattern or "{}")  # checked with the other arguments
+    alpha_pattern: dict[str, int] = json.loads(lora.alpha_pattern or "{}")
+    problems = [
+        Finding("error", f"--{flag}", f"{key} matches no module that gets an adapter", f"choose from {', '.join(targets.names)}")
+        for flag, pattern in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern))
+        for key in pattern
+        if not any(pattern_matches(key, name) for name in targets.modules)
+    ]
+    everything = [name for name, _ in model.named_modules()]
+    for name in lora.modules_to_save:
+        if not any(_matches(full, name) for full in everything):
+            known = ", ".join(
+                dict.fromkeys([*_suffixes(linear_modules(model)), *(_suffixes([head]) if (head := _head_name(model)) else [])])
+            )
+            problems.append(Finding("error", "--modules_to_save", f"{name} is not in {type(model).__name__}", f"choose from {known}"))
+    if problems:
+        raise UserError(problems)
+    config = LoraConfig(
+        r=lora.lora_r,
+        lora_alpha=lora.lora_alpha if lora.lora_alpha is not None else 2 * lora.lora_r,
+        lora_dropout=lora.lora_dropout,
+        target_modules=list(targets.names),
+        layers_to_transform=targets.layers,
+        layers_pattern=targets.layers_pattern,
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_dora=lora.use_dora,
+        use_rslora=lora.use_rslora,
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_name,
+    )
+    return config, targets
+
+
+def pattern_matches(key: str, name: str) -> bool:
+    """Whether a key of rank_pattern means a module, as peft decides it."""
+    return re.match(rf"(.*\.)?({key})$", name) is not None
