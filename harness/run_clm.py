@@ -22,6 +22,7 @@ import os
 import signal
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,9 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     rank = int(os.environ.get("RANK", "0"))
     engine = check(args, train_dataset)
     from harness import coordination, job
+
+    # torch 2.13 announces other names for collectives that DeepSpeed and older torch do not have, once per call site and rank.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
     _set_environment()
     coordination.setup_logging(debug=args.train.debug)

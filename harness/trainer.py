@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -107,9 +108,17 @@ class StepWatch:
     def reset(self) -> None:
         self.loss_sum: torch.Tensor | None = None
         self.num_steps = self.num_input_tokens = self.num_label_tokens = 0
+        self.excluded_s = 0.0
         self.started = time.monotonic()
         if self.coordinator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.coordinator.device)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside (an evaluation, a save) does not count as training time."""
+        started = time.monotonic()
+        yield
+        self.excluded_s += time.monotonic() - started
 
     def add(self, loss_sum: torch.Tensor, num_input_tokens: int, num_label_tokens: int) -> None:
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
@@ -122,7 +131,7 @@ class StepWatch:
         assert self.loss_sum is not None and self.grad_norm is not None
         loss_sum = float(self.loss_sum)
         device = self.coordinator.device
-        elapsed_s = time.monotonic() - self.started
+        elapsed_s = time.monotonic() - self.started - self.excluded_s
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         total_loss = self.coordinator.sum([loss_sum], "loss of the log")[0]
         peak = self.coordinator.max([float(peak_bytes)], "peak memory")[0]
@@ -156,9 +165,11 @@ class Trainer:
         watch: StepWatch,
         identity: dict[str, Any],
         state: TrainState | None = None,
+        first_update: Callable[[], bool] | None = None,
     ) -> None:
         """
         Args:
+            first_update: called after updates with a learning rate above 0 until it returns True.
             batches: (first step, number of steps) -> this rank's batches.
             identity: facts of the run that checkpoints carry: engine, processes, data, batch.
         """
@@ -166,6 +177,7 @@ class Trainer:
         self.coordinator, self.recovery, self.checkpointer, self.evaluator = coordinator, recovery, checkpointer, evaluator
         self.metrics, self.watch, self.identity = metrics, watch, identity
         self.state = state or TrainState()
+        self.first_update = first_update
         self._skipped_before = 0
         self._bad_in_a_row = 0
 
@@ -184,10 +196,13 @@ class Trainer:
             self.watch.learning_rate = self.engine.learning_rate()
             self.watch.grad_norm = self.recovery.run("update", self.engine.step)
             self._advance(batch, loss_sum, counts)
+            if self.first_update is not None and self.watch.learning_rate > 0 and self.first_update():
+                self.first_update = None
             self._maybe_log(batch)
-            if self.evaluator is not None:
-                self.recovery.run("evaluate", self.evaluator.maybe_run, self.state)
-            self.recovery.run("save", self.maybe_save)
+            with self.watch.paused():
+                if self.evaluator is not None:
+                    self.recovery.run("evaluate", self.evaluator.maybe_run, self.state)
+                self.recovery.run("save", self.maybe_save)
             if self.recovery.stop_agreed and self.state.step < self.plan.max_steps:
                 self._save(wait=True)
                 return False
