@@ -148,6 +148,7 @@ def variants(
     pins = set(pinned)
     sizes = [given.micro_batch_size] if "micro_batch_size" in pins else micro_batches(run.samples_per_step)
     modes = [given.activation_checkpointing] if "activation_checkpointing" in pins else ["none", "selective", "full"]
+    modes = [mode for mode in modes if mode not in measured.unsupported]
     chunks = [given.loss_chunk_size]
     if "loss_chunk_size" not in pins and not given.loss_chunk_size and measured.shape.plain_head:
         chunks.append(1024)
@@ -201,8 +202,8 @@ def pareto(candidates: Iterable[Candidate], figure: Figure = "high") -> list[Can
     """Those that no other beats in both memory and time, fastest first; among equals the one that leaves more settings alone."""
     ladder: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.time.total_s, c.need_bytes(figure))):
-        # A rung must be worth its step: 1 % less memory at least.
-        if not ladder or candidate.need_bytes(figure) < 0.99 * ladder[-1].need_bytes(figure):
+        # A rung must be worth its step: 3 % less memory at least.
+        if not ladder or candidate.need_bytes(figure) < 0.97 * ladder[-1].need_bytes(figure):
             ladder.append(candidate)
     return ladder
 

@@ -18,7 +18,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,8 +197,10 @@ class _Step:
     def phases(self) -> list[Phase]:
         """The moments at which memory can be at its highest."""
         layers, engine, batch = self.layers, self.engine, self.batch
-        end = at(layers.forward_base, batch) + sum(self.kept("forward_kept", kind) for kind in self.kinds)
-        under_last = at(layers.forward_start, batch) + sum(self.kept("forward_kept", kind) for kind in self.kinds[:-1])
+        kept = {kind: self.kept("forward_kept", kind) for kind in set(self.kinds)}
+        all_kept = sum(kept[kind] for kind in self.kinds)
+        end = at(layers.forward_base, batch) + all_kept
+        under_last = at(layers.forward_start, batch) + all_kept - kept[self.kinds[-1]]
         rise = max(top(layers.layers[kind].forward_peak, batch) for kind in set(self.kinds)) - self.saving
         forward = max(under_last + rise, end + top(layers.norm_forward_peak, batch))
         loss = at(self.loss.line, batch * self.run.block_size)
@@ -207,33 +209,39 @@ class _Step:
         return [
             self.phase("forward", gradients=self.before, activations=forward, gather=engine.forward_gather),
             self.phase("loss", gradients=self.before, activations=end, loss=loss, gather=engine.loss_gather),
-            max(self.backward(), key=lambda phase: phase.total_bytes),
+            self.backward(),
             self.phase("reduction", gradients=self.accumulated - root, activations=rest, reduce=engine.last_reduce),
             self.phase("update", gradients=self.accumulated, update=engine.step),
         ]
 
-    def backward(self) -> Iterator[Phase]:
-        """Backward of every layer, first to last: activations below it, its own, and the gradients of the layers above it."""
-        engine, kinds = self.engine, self.shape.kinds
-        below, held = at(self.layers.backward_base, self.batch), 0.0
-        trained_above = sum(kinds[kind].num_trainable for kind in self.kinds)
-        if engine.root_grows and self.shape.head_trainable and not self.shape.tied:
-            trained_above += self.shape.num_head
+    def backward(self) -> Phase:
+        """The highest moment of all layers' backwards: activations below, the layer's own, and the gradients of the layers above it."""
+        engine, shape, batch = self.engine, self.shape, self.batch
+        kept = {kind: self.kept("backward_kept", kind) for kind in set(self.kinds)}
+        saved = 0.0 if self.everything_kept else self.saving
+        own = {kind: top(self.layers.layers[kind].backward_peak, batch) - saved for kind in set(self.kinds)}
+        trained_above = float(sum(shape.kinds[kind].num_trainable for kind in self.kinds))
+        if engine.root_grows and shape.head_trainable and not shape.tied:
+            trained_above += shape.num_head
+        below, held, highest, parts = at(self.layers.backward_base, batch), 0.0, -1.0, (0.0, 0.0, 0.0, 0.0)
         for index, kind in enumerate(self.kinds):
-            below += self.kept("backward_kept", kind)
-            held += engine.held_per_parameter * kinds[kind].num_parameters
-            trained_above -= kinds[kind].num_trainable
+            below += kept[kind]
+            held += engine.held_per_parameter * shape.kinds[kind].num_parameters
+            trained_above -= shape.kinds[kind].num_trainable
             last = index == len(self.kinds) - 1
-            own = top(self.layers.layers[kind].backward_peak, self.batch) - (0.0 if self.everything_kept else self.saving)
-            if last:
-                own = max(own, top(self.layers.norm_backward_peak, self.batch))
-            yield self.phase(
-                "backward",
-                gradients=(self.before or engine.growing_gradients * trained_above) + engine.head_gradient,
-                activations=below + own,
-                gather=engine.backward_gather + held,
-                reduce=engine.reduce + (0.0 if last else engine.pending),
-            )
+            activations = below + (max(own[kind], top(self.layers.norm_backward_peak, batch)) if last else own[kind])
+            gradients = self.before or engine.growing_gradients * trained_above
+            reduce = engine.reduce + (0.0 if last else engine.pending)
+            if activations + gradients + held + reduce > highest:
+                highest, parts = activations + gradients + held + reduce, (activations, gradients, held, reduce)
+        activations, gradients, held, reduce = parts
+        return self.phase(
+            "backward",
+            gradients=gradients + engine.head_gradient,
+            activations=activations,
+            gather=engine.backward_gather + held,
+            reduce=reduce,
+        )
 
 
 # --------------------------------------------------------------------------------------------------- measuring in a child process

@@ -6,6 +6,7 @@ Pure code: no torch. `harness.activation_probe` fills `Measured`; `harness.memor
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -90,11 +91,11 @@ class ModelShape:
     def _over_layers(self, name: str) -> int:
         return sum(int(getattr(self.kinds[kind], name)) for kind in self.kind_of_layer)
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         return self.num_root + self._over_layers("num_parameters")
 
-    @property
+    @functools.cached_property
     def num_trainable(self) -> int:
         return self.num_root_trainable + self._over_layers("num_trainable")
 
@@ -102,16 +103,16 @@ class ModelShape:
     def num_frozen(self) -> int:
         return self.num_parameters - self.num_trainable
 
-    @property
+    @functools.cached_property
     def num_active(self) -> int:
         """Parameters a token passes through, embedding lookup included."""
         return self.num_root + self._over_layers("num_active")
 
-    @property
+    @functools.cached_property
     def largest_layer(self) -> LayerKind:
         return max(self.kinds, key=lambda kind: kind.num_parameters)
 
-    @property
+    @functools.cached_property
     def num_small(self) -> int:
         return self._over_layers("num_small") + self.hidden_size
 
@@ -193,6 +194,7 @@ class Measured:
         layers: by (weights, checkpointing).
         losses: by (weights, tokens per chunk).
         failures: why a mode could not be measured.
+        unsupported: modes of activation checkpointing that the architecture does not have.
     """
 
     shape: ModelShape
@@ -200,6 +202,7 @@ class Measured:
     layers: dict[tuple[str, str], LayerMemory] = dataclasses.field(default_factory=dict)
     losses: dict[tuple[str, int], LossMemory] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
+    unsupported: frozenset[str] = frozenset()
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], block_size: int) -> Measured:
@@ -210,7 +213,7 @@ class Measured:
             for loss in values["losses"]
         }
         failures = tuple(f"{item['weights']}, checkpointing {item['checkpointing']}: {item['reason']}" for item in values["failures"])
-        return cls(ModelShape.from_dict(values["shape"]), block_size, layers, losses, failures)
+        return cls(ModelShape.from_dict(values["shape"]), block_size, layers, losses, failures, frozenset(values["unsupported"]))
 
     def merged(self, other: Measured) -> Measured:
         """With what another measurement of the same model and block size adds."""
@@ -219,6 +222,7 @@ class Measured:
             layers={**self.layers, **other.layers},
             losses={**self.losses, **other.losses},
             failures=tuple(dict.fromkeys(self.failures + other.failures)),
+            unsupported=self.unsupported | other.unsupported,
         )
 
     def layer_memory(self, weights: Weights, mode: ActivationCheckpointing) -> LayerMemory:

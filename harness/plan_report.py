@@ -88,7 +88,12 @@ def number(value: float) -> str:
 def format_ladder(plan: EnginePlan) -> str:
     """The ladder, fastest first; what fits is marked."""
     rows = []
+    too_big = [candidate for candidate in plan.ladder if candidate.misfit(plan.limits, plan.figure)]
+    # Of those that are too big only the smallest is of interest, unless there is nothing else.
+    hidden = set(map(id, too_big[:-1])) if len(too_big) < len(plan.ladder) else set()
     for index, candidate in enumerate(plan.ladder, start=1):
+        if id(candidate) in hidden:
+            continue
         misfit = candidate.misfit(plan.limits, plan.figure)
         mark = "start here" if candidate is plan.chosen else ("" if not misfit else "too big")
         estimate = candidate.estimate

@@ -195,9 +195,10 @@ def _hardware(options: argparse.Namespace, machine: Machine) -> tuple[Hardware, 
     if not num_bytes:
         raise user_error("--gpu_memory", f"the memory of a {name} is not known", "give --gpu_memory 80GB")
     hardware = Hardware(name=name, peak_flops=peak_flops(name) or Hardware.peak_flops, memory_bandwidth=bandwidth, link_bandwidth=link)
-    for field in ("link_bandwidth", "network_bandwidth"):
-        if getattr(options, field):
-            hardware = dataclasses.replace(hardware, **{field: float(parse_size(getattr(options, field)))})
+    if options.link_bandwidth:
+        hardware = dataclasses.replace(hardware, link_bandwidth=float(parse_size(options.link_bandwidth)))
+    if options.network_bandwidth:
+        hardware = dataclasses.replace(hardware, network_bandwidth=float(parse_size(options.network_bandwidth)))
     return hardware, num_bytes
 
 
@@ -301,6 +302,8 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     for engine in engines:
         run = _run_shape(options, engine, num_gpus)
         given, pinned = _given(options, engine)
+        if given.activation_checkpointing in measured.unsupported:
+            raise user_error("--activation_checkpointing", f"{measured.shape.model_type} does not support it", "use none")
         factors = machine_factors(hardware.name, engine) if machine.gpus and not options.gpu else None
         ways: list[tuple[str, bool | None]] = [(engine, None)]
         if options.engine == "auto":

@@ -7,6 +7,7 @@ host's Adam. The constants are round figures of one H100 node; a ranking needs t
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 
 from harness.engine_memory import optimizer_bytes, width
@@ -110,12 +111,12 @@ def _compute(measured: Measured, run: RunShape, settings: MemorySettings, hardwa
     frozen = 1.0 - shape.num_trainable / shape.num_parameters
     repeat = {"none": 0.0, "selective": 0.8, "full": 1.0}[settings.activation_checkpointing]
     seconds = 0.0
-    for kind in shape.kind_of_layer:
+    for kind, count in collections.Counter(shape.kind_of_layer).items():
         flops = batch * (layers.layers[kind].forward_flops + layers.layers[kind].backward_flops)
         traffic = at(everything.layers[kind].forward_kept, batch) * TRAFFIC_PER_KEPT_BYTE * (1 + 0.4 * repeat) * (1 - 0.3 * frozen)
         if run.fused_layers:
             traffic *= 0.6
-        seconds += max(flops / flops_rate + traffic / bandwidth, LAUNCH_S[run.engine] * (1 + 0.35 * repeat))
+        seconds += count * max(flops / flops_rate + traffic / bandwidth, LAUNCH_S[run.engine] * (1 + 0.35 * repeat))
     logits = 16.0 * shape.vocab_size * tokens  # the loss reads and writes each logit a few times
     return seconds + loss.flops_per_token * tokens / flops_rate + logits / bandwidth
 
@@ -131,8 +132,10 @@ def step_time(settings: MemorySettings, measured: Measured, run: RunShape, hardw
     per_micro, per_step = _sent_bytes(measured, run, settings, num_micro)
     bandwidth = hardware.network_bandwidth if run.num_nodes > 1 else hardware.link_bandwidth
     micro_s, step_s = per_micro / bandwidth, per_step / bandwidth
+    # With less gathered ahead, collectives are shorter and wait for each other.
+    not_hidden = NOT_HIDDEN * (1.5 if settings.prefetch_bucket_size is not None else 1.0)
     backward = 0.66 * compute
-    exposed = num_micro * (max(0.0, micro_s - compute) + NOT_HIDDEN * min(micro_s, compute))
+    exposed = num_micro * (max(0.0, micro_s - compute) + not_hidden * min(micro_s, compute))
     if run.engine == "ddp":
         exposed += max(0.0, step_s - backward) + NOT_HIDDEN * min(step_s, backward)
     else:
