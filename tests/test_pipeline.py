@@ -1,0 +1,227 @@
+"""The pipeline on CPU: places are labels there, so copies and schedule can be seen and gradients compared with the plain model's.
+
+What CPU cannot show is that the devices work at the same time; tests/gpu/test_device_map.py and benchmarks/device_map.py do.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from harness.model_units import find_units
+from harness.modeling import set_activation_checkpointing
+from harness.pipeline import CpuCopies, Pipeline
+from harness.placement import meta_model
+
+LENGTHS = (7, 12, 5, 9, 7, 11)
+
+
+def _model(kind: str, tied: bool = False, layers: int = 4) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
+    own: dict[str, dict[str, Any]] = {
+        "llama": {**wide, "num_key_value_heads": 2},
+        "gemma3_text": {**wide, "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
+        "gpt2": {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        "opt": {**wide, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+        "gpt_neox": wide,
+        "mixtral": {**wide, "num_key_value_heads": 2, "num_local_experts": 4},
+    }
+    config = AutoConfig.for_model(
+        kind, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied, **own[kind]
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).train()
+
+
+def _map(model: Any, num_places: int) -> dict[str, Any]:
+    """Blocks in equal runs over places "a", "b", ...; what comes before on the first, what comes after on the last."""
+    units = find_units(meta_model(model.config))  # on meta, because only there the order is that of execution
+    blocks = [unit for unit in units if unit.is_block]
+    place = {unit.names[0]: "abcdefgh"[min(index * num_places // len(blocks), num_places - 1)] for index, unit in enumerate(blocks)}
+    result: dict[str, Any] = {}
+    last = "a"
+    for unit in units:
+        last = place.get(unit.names[0], last)
+        result.update(dict.fromkeys(unit.names, last))
+    return result
+
+
+def _batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 64, (2, length), generator=generator) for length in LENGTHS]
+
+
+def _loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids, use_cache=False).loss / len(LENGTHS)
+
+
+def _gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def _plain(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = copy.deepcopy(model)
+    losses = []
+    for ids in _batches():
+        loss = _loss(model, ids)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return losses, _gradients(model)
+
+
+def _piped(model: Any, device_map: dict[str, Any], depth: int = 0, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], Pipeline]:
+    pipeline = Pipeline(model, device_map, **options)
+    calls = [lambda ids=ids: _loss(model, ids) for ids in _batches()]
+    losses = [float(loss) for loss in pipeline.run(calls, depth)]
+    gradients = _gradients(model)
+    model.zero_grad(set_to_none=True)
+    return losses, gradients, pipeline
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("num_places", [2, 4])
+def test_gradients_are_the_plain_models(kind: str, num_places: int) -> None:
+    model = _model(kind)
+    losses, gradients = _plain(model)
+    for depth in (0, 1, 3):
+        found, piped, pipeline = _piped(model, _map(model, num_places), depth)
+        assert found == losses
+        assert piped.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert torch.equal(piped[name], gradient), name  # the same sums in the same order
+        pipeline.close()
+
+
+def test_a_tied_head_makes_a_ring() -> None:
+    model = _model("llama", tied=True)
+    losses, gradients = _plain(model)
+    found, piped, pipeline = _piped(model, _map(model, 3))
+    # The embedding's place comes twice: tokens go in there, and the head is there.
+    assert [device for kind, index, device in pipeline.order if index == 0 and kind == "forward"] == ["a", "b", "c", "a"]
+    assert [device for kind, index, device in pipeline.order if index == 0 and kind == "backward"] == ["a", "c", "b", "a"]
+    assert found == losses
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(piped[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_activation_checkpointing_and_autocast(checkpointing: bool, dtype: torch.dtype) -> None:
+    model = _model("llama")
+    if checkpointing:
+        set_activation_checkpointing(model, "full")
+    reference = copy.deepcopy(model)
+
+    def loss_of(which: Any, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return _loss(which, ids)
+
+    expected = []
+    for ids in _batches():
+        loss = loss_of(reference, ids)
+        loss.backward()
+        expected.append(float(loss.detach()))
+    pipeline = Pipeline(model, _map(model, 2), recompute=checkpointing)
+    assert [float(loss) for loss in pipeline.run([lambda ids=ids: loss_of(model, ids) for ids in _batches()])] == expected
+    piped = _gradients(model)
+    for name, gradient in _gradients(reference).items():
+        # One bf16 copy of a weight may serve several micro-batches: the same values in another order of rounding.
+        torch.testing.assert_close(piped[name], gradient, rtol=0, atol=0 if dtype == torch.float32 else 1e-3)
+
+
+def test_frozen_parts_and_adapters() -> None:
+    model = _model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name or "layers.3" in name)
+    _, gradients = _plain(model)
+    _, piped, _ = _piped(model, _map(model, 4))  # places a and b are frozen altogether
+    assert piped.keys() == gradients.keys() and gradients
+    assert all(torch.equal(piped[name], gradient) for name, gradient in gradients.items())
+
+
+def test_the_order_is_one_forward_one_backward() -> None:
+    model = _model("llama", layers=4)
+    _, _, pipeline = _piped(model, _map(model, 2))
+    text = [f"{kind[0].upper()}{index}{device}" for kind, index, device in pipeline.order]
+    assert len(text) == 4 * len(LENGTHS) and len(set(text)) == len(text)
+    # The last place alternates from the start; the first runs ahead until the first gradients come back, and no further.
+    assert [step for step in text if step.endswith("b")] == [f"{kind}{index}b" for index in range(6) for kind in "FB"]
+    first = [step for step in text if step.endswith("a")]
+    assert first[0] == "F0a" and first[-1] == "B5a" and first != sorted(first, key=lambda step: (step[0] == "B", step))
+    assert [step for step in first if step[0] == "B"] == [f"B{index}a" for index in range(6)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_no_more_in_flight_than_asked(depth: int) -> None:
+    model = _model("llama")
+    _, _, pipeline = _piped(model, _map(model, 4), depth)
+    in_flight: set[int] = set()
+    most = 0
+    left = dict.fromkeys(range(len(LENGTHS)), 4)
+    for kind, index, _ in pipeline.order:
+        in_flight.add(index)
+        most = max(most, len(in_flight))
+        if kind == "backward":
+            left[index] -= 1
+            if not left[index]:
+                in_flight.remove(index)
+    assert most == depth
+    if depth == 1:
+        assert [index for _, index, _ in pipeline.order] == [index for index in range(len(LENGTHS)) for _ in range(8)]
+
+
+def test_each_boundary_copies_each_tensor_once() -> None:
+    model = _model("llama")
+    copies = CpuCopies()
+    _piped(model, _map(model, 2), copies=copies)
+    # There: the hidden states, cos, sin and position ids, whatever the number of blocks behind; back: the gradient of the hidden states.
+    per_batch = copies.num_copies / len(LENGTHS)
+    deeper = _model("llama", layers=8)
+    more = CpuCopies()
+    _piped(deeper, _map(deeper, 2), copies=more)
+    assert more.num_copies == copies.num_copies and per_batch == 5
+
+
+def test_a_failure_leaves_nothing_running_and_the_next_try_is_right() -> None:
+    model = _model("llama")
+    losses, gradients = _plain(model)
+    threads = threading.active_count()
+    pipeline = Pipeline(model, _map(model, 3))
+    calls = [lambda ids=ids: _loss(model, ids) for ids in _batches()]
+    for where in (lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")),):
+        handle = model.model.layers[3].register_forward_pre_hook(where)
+        with pytest.raises(torch.OutOfMemoryError):
+            pipeline.run(calls)
+        handle.remove()
+        handle = model.model.layers[1].register_full_backward_hook(where)
+        with pytest.raises(torch.OutOfMemoryError):
+            pipeline.run(calls)
+        handle.remove()
+    assert threading.active_count() == threads
+    model.zero_grad(set_to_none=True)
+    assert [float(loss) for loss in pipeline.run(calls, 2)] == losses
+    assert all(torch.equal(gradient, _gradients(model)[name]) for name, gradient in gradients.items())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = _model("gpt2")
+    before = {name: type(module) for name, module in model.named_modules()}
+    names = [name for name, _ in model.named_parameters()]
+    pipeline = Pipeline(model, _map(model, 2))
+    changed = [name for name, module in model.named_modules() if type(module) is not before[name]]
+    assert "transformer.h.0" in changed and all(isinstance(model.get_submodule(name), before[name]) for name in changed)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(model.transformer.h[0]).__name__ == "GPT2Block"
+    ids = _batches()[0]
+    with torch.no_grad(), pipeline.whole_forward():
+        inside = model(ids).logits
+    pipeline.close()
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, inside)
