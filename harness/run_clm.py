@@ -131,7 +131,8 @@ def _set_environment() -> None:
 
 def _take_signals(stop: Any) -> None:
     def ask(number: int, frame: Any) -> None:
-        if number == signal.SIGINT and stop:  # the second Ctrl-C means now
+        # One Ctrl-C arrives several times (terminal, launcher, guard); one more a while later means now.
+        if number == signal.SIGINT and stop and time.monotonic() - stop.asked_at_s > 3:
             raise KeyboardInterrupt
         stop.ask(signal.Signals(number).name)
 
@@ -161,4 +162,6 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from harness import guard
+
+    sys.exit(guard.main() if guard.needs_guard() else main())
