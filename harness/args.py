@@ -69,6 +69,8 @@ class DataArguments:
     dataset_name: Optional[str] = _field(None, "Dataset on the hub.")
     dataset_config_name: Optional[str] = _field(None, "Configuration of that dataset.")
     dataset_mix: Optional[str] = _field(None, "YAML file with several sources and their weights.")
+    streaming: bool = _field(False, "Read and tokenise training data while training, and keep only a part of it on disk.")
+    streaming_buffer_size: int = _field(10000, "With streaming: rows that are tokenised, packed and shuffled together.")
     train_file: list[str] = _field([], "Training files (.txt .py .jsonl .json .csv .parquet), globs or folders.")
     validation_file: list[str] = _field([], "Evaluation files, like train_file.")
     validation_split_percentage: float = _field(5.0, "Percent of the training samples held out when there is no evaluation set.")
@@ -499,6 +501,8 @@ def resolve(args: Arguments) -> Arguments:
         bad("block_size", f"must be at least 2, not {data.block_size}")
     if not 0 <= data.validation_split_percentage < 100:
         bad("validation_split_percentage", f"must be at least 0 and below 100, not {data.validation_split_percentage}")
+    if data.streaming and train.max_steps < 0:
+        bad("max_steps", "is missing: nobody knows how many steps an epoch of a stream has", "give --max_steps with --streaming")
     if train.deepspeed and train.fsdp:
         bad("deepspeed", "and --fsdp were both given", "keep one engine")
     if train.load_best_model_at_end:

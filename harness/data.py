@@ -17,10 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from harness.args import Arguments, DataArguments, parse_args
+from harness.batches import StepBatch
 from harness.findings import Finding, UserError, user_error
 from harness.mixtures import Concatenation, Mixture, read_mix
-from harness.preparation import DataReport, Preparer, preview, validation_source
-from harness.step_loader import SampleList, SampleSource
+from harness.preparation import DataReport, Preparer, preview, sources_of, validation_source
+from harness.step_loader import SampleList, SampleSource, StepLoader, longest_possible_step, longest_step
+from harness.streaming import StreamDataset, StreamLoader
 
 Say = Callable[[str], None]
 
@@ -38,7 +40,7 @@ class PreparedData:
         source_names: names of a mixture's sources by number; one name without a mixture.
     """
 
-    train: SampleSource
+    train: SampleSource | StreamDataset
     evaluation: SampleSource | None
     report: dict[str, DataReport]
     evaluation_report: dict[str, DataReport]
@@ -75,7 +77,9 @@ def prepare_data(
     """
     if train_dataset is not None:
         return _own_rows(args, tokenizer, train_dataset, max_positions, say, is_local_main)
-    if args.dataset_mix:
+    if args.streaming:
+        data = _stream(args, tokenizer, max_positions, seed, say, is_local_main)
+    elif args.dataset_mix:
         data = _mixture(args, tokenizer, max_positions, seed, say, is_local_main)
     else:
         preparer = Preparer(args, tokenizer, max_positions, say, is_local_main)
@@ -120,6 +124,77 @@ def _mixture(args: DataArguments, tokenizer: Any, max_positions: int | None, see
         preparers[0].block_size,
         names,
     )
+
+
+def _stream(args: DataArguments, tokenizer: Any, max_positions: int | None, seed: int, say: Say, is_local_main: bool) -> PreparedData:
+    """Training data that is read while training runs; evaluation data are prepared as ever."""
+    problems = []
+    if args.dataset_mix:
+        problems.append(Finding("error", "--streaming", "does not go together with --dataset_mix", "leave one out"))
+    if args.max_train_samples is not None:
+        problems.append(Finding("error", "--max_train_samples", "a stream has no first samples", "use --max_steps"))
+    if args.streaming_buffer_size < 1:
+        problems.append(Finding("error", "--streaming_buffer_size", f"must be at least 1, not {args.streaming_buffer_size}"))
+    if args.train_sampling_strategy == "group_by_length":
+        problems.append(Finding("error", "--train_sampling_strategy", "a stream cannot be grouped by length", "leave it out"))
+    if problems:
+        raise UserError(problems)
+    preparer = Preparer(args, tokenizer, max_positions, say, is_local_main)
+    source, evaluation_source = sources_of(args)
+    train = StreamDataset(preparer, source, args.streaming_buffer_size, seed, args.train_sampling_strategy == "random")
+    evaluation, reports = None, {}
+    if evaluation_source is not None:
+        evaluation, reports["train"] = preparer.samples(
+            preparer.store(evaluation_source, "evaluation"), None, "evaluation", args.max_eval_samples
+        )
+    else:
+        preparer.findings.append(Finding("info", "--streaming", "nothing is held out of a stream: evaluation needs --validation_file"))
+    return PreparedData(train, evaluation, {}, reports, preparer.findings, preparer.special.pad, preparer.block_size, ["train"])
+
+
+def build_loader(
+    args: DataArguments,
+    data: PreparedData,
+    *,
+    global_batch_size: int,
+    num_processes: int,
+    process_index: int,
+    seed: int,
+    pin_memory: bool = False,
+) -> StepLoader | StreamLoader:
+    """The loader that fits prepared data, with the run's options. Arguments as `StepLoader`'s.
+
+    Raises:
+        UserError: too little data for this many ranks.
+    """
+    if isinstance(data.train, StreamDataset):
+        return StreamLoader(
+            data.train,
+            global_batch_size=global_batch_size,
+            num_processes=num_processes,
+            process_index=process_index,
+            pad_id=data.pad_id,
+            pin_memory=pin_memory,
+        )
+    return StepLoader(
+        data.train,
+        global_batch_size=global_batch_size,
+        num_processes=num_processes,
+        process_index=process_index,
+        seed=seed,
+        strategy=args.train_sampling_strategy,
+        drop_last=args.dataloader_drop_last,
+        num_workers=args.dataloader_num_workers,
+        pad_id=data.pad_id,
+        pin_memory=pin_memory,
+    )
+
+
+def dry_run_step(data: PreparedData, num_samples: int) -> StepBatch:
+    """A step of the longest samples the data can produce, longest first: `num_samples` for this rank."""
+    if isinstance(data.train, StreamDataset):
+        return longest_possible_step(num_samples, data.block_size, pad_id=data.pad_id)
+    return longest_step(data.train, num_samples, pad_id=data.pad_id)
 
 
 def _own_rows(args: DataArguments, tokenizer: Any, rows: Any, max_positions: int | None, say: Say, is_local_main: bool) -> PreparedData:

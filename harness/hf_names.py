@@ -89,7 +89,6 @@ _REFUSED: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "push_to_hub": ("nothing is uploaded", "upload the folder final/ after the run with 'hf upload'", ()),
     "token": ("a secret does not belong on a command line", "log in with 'hf auth login', or set HF_TOKEN", ()),
     "use_auth_token": ("a secret does not belong on a command line", "log in with 'hf auth login', or set HF_TOKEN", ()),
-    "streaming": ("data is tokenised once and kept on disk", "leave it out; --max_train_samples limits how much is read", ()),
     "keep_linebreaks": ("line breaks are part of the text", "leave it out, or clean the files first", ("true", "1")),
     "eval_delay": ("evaluations start with the first interval", "leave it out", ("0", "0.0")),
     "label_smoothing_factor": ("the loss is plain cross-entropy", "leave it out", ("0", "0.0")),

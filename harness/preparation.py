@@ -26,7 +26,7 @@ DEFAULT_BLOCK_SIZE = 4096
 """Most tokens per sample unless the user says otherwise: long contexts of today's models would not fit by default."""
 _PARALLEL_BYTES = 32 << 20
 """Less input than this is tokenised in one process: starting others would take longer."""
-_SEGMENT_CHARS = 1 << 20
+SEGMENT_CHARS = 1 << 20
 _VALIDATION_NAMES = ("validation", "valid", "dev")
 
 Say = Callable[[str], None]
@@ -204,7 +204,8 @@ class Preparer:
             return PreparedSource(train, None, report, None)
         return PreparedSource(train, evaluation, report, evaluation_report)
 
-    def _options(self, spec: SourceSpec) -> list[Any]:
+    def options(self, spec: SourceSpec) -> list[Any]:
+        """All that changes a source's tokens, besides its contents."""
         args = self.args
         return [
             token_store.FORMAT,
@@ -217,7 +218,7 @@ class Preparer:
 
     def store(self, source: Source, name: str) -> TokenStore:
         """The tokens of a source."""
-        options = self._options(source.spec)
+        options = self.options(source.spec)
         request = f"request-{digest([source.identity(), options])}"
         for attempt in range(5):
             pointer = node_cache.make_once(
@@ -256,12 +257,12 @@ class Preparer:
     def _tokenise(self, folder: Path, source: Source, name: str) -> None:
         text_tokenizer = encoders.TextTokenizer(self.tokenizer)
         progress = _Progress(name, source.num_bytes, self.say, self.first)
-        segment_chars = _SEGMENT_CHARS if text_tokenizer.is_splittable() else None
+        segment_chars = SEGMENT_CHARS if text_tokenizer.is_splittable() else None
         rows = source.rows(segment_chars, progress.add)
         first = next(rows, None)
         if first is None:
             raise user_error(source.spec.key, "there is not a single row", "give data with text in it")
-        encoder = self._encoder(text_tokenizer, first)
+        encoder = self.encoder_for(text_tokenizer, first)
         writer = token_store.TokenWriter(folder, text_tokenizer.max_token_id, encoder.masked)
         dropped: collections.Counter[str] = collections.Counter()
         notes: collections.Counter[str] = collections.Counter()
@@ -280,7 +281,8 @@ class Preparer:
             raise user_error(source.spec.key, f"no usable token in the data: {why or 'it is empty'}", "give data with text in it")
         writer.close({"dropped": dict(dropped), "notes": dict(notes)})
 
-    def _encoder(self, tokenizer: encoders.TextTokenizer, first: Row) -> encoders.Encoder:
+    def encoder_for(self, tokenizer: encoders.TextTokenizer, first: Row) -> encoders.Encoder:
+        """The encoder that the arguments ask for, or that a source's first row suggests."""
         args = self.args
         objective = encoders.choose_objective(first, args.text_column, args.prompt_column, args.completion_column, args.messages_column)
         self.say(f"training on {objective.kind}: column {' and '.join(objective.columns)}")

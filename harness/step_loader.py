@@ -245,6 +245,13 @@ class StepLoader:
                 raise RuntimeError(_worker_message(error)) from None
             yield batch
 
+    def state_dict(self, next_step: int) -> dict[str, Any]:
+        """Nothing: where a step's samples are follows from its number. (A stream's loader has something to say here.)"""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+
 
 class _Steps:
     """Steps by number, for the workers of a DataLoader."""

@@ -15,6 +15,7 @@ from harness.batches import IGNORE, collate, make_sample
 from harness.data import prepare_data
 from tests.data_tokenizers import byte_tokenizer
 
+FLEX = pytest.param("flex_attention", marks=pytest.mark.slow)  # compiles first
 A1, A2, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [30, 31, 32, 33]
 
 
@@ -60,7 +61,7 @@ def token_losses(attention, batch):
     ).view(batch.input_ids.shape[0], -1)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", FLEX])
 def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention):
     import torch
 
@@ -77,7 +78,7 @@ def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention)
     assert not torch.equal(token_losses(attention, joined)[:, of_b], token_losses(attention, other)[:, of_b])  # the test can fail
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", FLEX])
 def test_packed_documents_have_the_losses_of_each_alone(attention):
     import torch
 
