@@ -27,6 +27,7 @@ class MemorySettings:
         max_live_parameters: DeepSpeed's `stage3_max_live_parameters` in elements; None leaves the template's.
         optimizer_offload: share of the optimizer state kept in host memory, 0.0 to 1.0.
         param_offload: where sharded parameters live between uses.
+        in_flight_micro_batches: device map: micro-batches between their forward and their backward; 0 means all of a step.
     """
 
     micro_batch_size: int
@@ -39,6 +40,7 @@ class MemorySettings:
     max_live_parameters: int | None = None
     optimizer_offload: float = 0.0
     param_offload: Offload = "none"
+    in_flight_micro_batches: int = 0
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:

@@ -120,7 +120,9 @@ class Boundaries:
     """
 
     def __init__(self, model: Any, device_map: Mapping[str, Device], copies: Any) -> None:
-        self.model, self.copies = model, copies
+        self.copies = copies
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._map = dict(device_map)
         self._changed: list[nn.Module] = []
         units = find_units(model)
         for unit in units:
@@ -138,7 +140,9 @@ class Boundaries:
             self._wrap_output(decoder, self.head_device, cost)
 
     def _device_of(self, module: nn.Module) -> Device:
-        return getattr(module, "_map_device")  # noqa: B009 - set by _wrap, unknown to nn.Module
+        device = device_of(self._map, self._names[id(module)])
+        assert device is not None
+        return device
 
     def _wrap(self, module: nn.Module, device: Device, cost: float) -> None:
         inner = type(module)
@@ -150,7 +154,6 @@ class Boundaries:
             return inner.__call__(self, *args, **kwargs)
 
         self._swap(module, call)
-        object.__setattr__(module, "_map_device", device)
 
     def _wrap_output(self, module: nn.Module, device: Device, cost: float) -> None:
         inner = type(module)
@@ -178,7 +181,6 @@ class Boundaries:
         """Gives the modules their own classes back."""
         for module in reversed(self._changed):
             module.__class__ = type(module).__mro__[1]
-            module.__dict__.pop("_map_device", None)
         self._changed.clear()
 
 

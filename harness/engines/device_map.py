@@ -1,0 +1,213 @@
+"""One process, the model spread over all cards by a device map, micro-batches passing through them as through a pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.args import Arguments
+from harness.batches import MicroBatch, StepBatch
+from harness.engines import dcp
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, scaled_step, trained
+from harness.findings import UserError, has_errors
+from harness.ladder import MemorySettings
+from harness.loss import install_loss
+from harness.model_units import MapJob, check_device_map, device_of, find_units
+from harness.modeling import documents, fill, max_positions, num_parameters, set_activation_checkpointing
+from harness.optim import build_optimizer, build_scheduler, parameter_groups
+from harness.partition import Device
+from harness.pipeline import Pipeline
+from harness.placement import MapChoice, device_map_for, torch_device
+
+log = logging.getLogger("harness")
+
+
+def map_job(args: Arguments, config: Any, settings: MemorySettings, precision: str, weights: torch.dtype) -> MapJob:
+    """What the map must leave room for: gradients, AdamW's two states, 16-bit copies of wide weights, activations in flight."""
+    copies = 2.0 if weights == torch.float32 and precision != "fp32" else 0.0
+    block_size = args.data.block_size or min(max_positions(config) or 4096, 4096)
+    return MapJob(
+        training_bytes_per_param=3.0 * (weights.itemsize if args.lora.lora_r is None else 4) + copies,
+        lora_r=args.lora.lora_r,
+        num_tokens=settings.micro_batch_size * block_size,
+        in_flight=settings.in_flight_micro_batches or args.train.gradient_accumulation_steps,
+        activation_checkpointing=settings.activation_checkpointing == "full",
+        loss_chunk_size=settings.loss_chunk_size,
+    )
+
+
+class DeviceMapEngine:
+    """Trains a model whose parts sit on several cards of this process."""
+
+    def __init__(self, build: Build) -> None:
+        self.name = "device_map"
+        self.build, self.settings, self.lora = build, build.settings, build.lora
+        self.coordinator = build.coordinator
+        self.device = build.coordinator.device
+        train = build.args.train
+        config = build.empty_model.config
+        weights = build.empty_model.dtype if build.lora is None else compute_dtype(build.precision)
+        job = map_job(build.args, config, build.settings, build.precision, weights)
+        self.choice: MapChoice = device_map_for(build.args, config, job, weights)
+        if self.settings.in_flight_micro_batches == 0 and self.choice.in_flight < build.args.train.gradient_accumulation_steps:
+            self.settings = self.settings.replace(in_flight_micro_batches=self.choice.in_flight)
+        self.module: Any = self._placed()
+        install_loss(self.module, build.settings.loss_chunk_size)
+        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.module.train()
+        recompute = build.settings.activation_checkpointing != "none"
+        self.pipeline = Pipeline(self.module, self.choice.device_map, recompute=recompute)
+        self.module.hf_device_map = dict(self.choice.device_map)
+        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
+        self.dtype = compute_dtype(build.precision)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
+        self.skipped = torch.zeros((), device=self.device)
+
+    def _placed(self) -> Any:
+        """The model filled block by block, each block going on to its own device before the next is made."""
+        empty = self.build.empty_model
+        problems = check_device_map(empty.model, self.choice.device_map, -1)
+        if has_errors(problems):
+            raise UserError(problems)
+        first = torch_device(min((device for device in self.choice.device_map.values()), key=str))
+
+        def move(name: str, unit: nn.Module) -> None:
+            device = device_of(self.choice.device_map, name) if name else None
+            if device is not None:
+                unit.to(torch_device(device))
+                return
+            for part in find_units(unit):
+                place = device_of(self.choice.device_map, part.names[0])
+                assert place is not None
+                for member in part.names:
+                    unit.get_submodule(member).to(torch_device(place))
+
+        model = fill(empty, first, shard=move)
+        if first.type == "cuda":
+            torch.cuda.empty_cache()  # what the blocks of other cards took on their way through this one
+        return model
+
+    def _compute_in_dtype(self) -> None:
+        """Turns autocast on for this thread.
+
+        Not as a context: leaving one empties the cache of 16-bit weights that all micro-batches in flight share.
+        """
+        if self.dtype != torch.float32:
+            torch.set_autocast_enabled(self.device.type, True)
+            torch.set_autocast_dtype(self.device.type, self.dtype)
+
+    def _place(self, micro: MicroBatch) -> tuple[dict[str, Tensor], Tensor | None]:
+        """A micro-batch on its devices: tokens where the embedding is, labels where the head is."""
+        start, end = torch_device(self.pipeline.input_device), torch_device(self.pipeline.head_device)
+        inputs = {
+            "input_ids": micro.input_ids.to(start, non_blocking=True),
+            "position_ids": micro.position_ids.to(start, non_blocking=True),
+            "labels": micro.labels.to(end, non_blocking=True),
+        }
+        return inputs, None if micro.document_ids is None else micro.document_ids.to(start, non_blocking=True)
+
+    def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
+        scale = 1.0 / max(num_label_tokens, 1)
+        micros = batch.micro_batches(self.settings.micro_batch_size)
+        sums: list[Tensor | None] = [None] * len(micros)
+
+        def loss_of(index: int, inputs: dict[str, Tensor], document_ids: Tensor | None) -> Callable[[], Tensor]:
+            def loss() -> Tensor:
+                self._compute_in_dtype()
+                with documents(document_ids):
+                    total = self.module(**inputs)
+                sums[index] = total.detach()
+                return self.scaler.scale(total * scale)
+
+            return loss
+
+        # All inputs go to their devices first: a copy from ordinary host memory later would wait for the queue of that device.
+        calls = [loss_of(index, *self._place(micro)) for index, micro in enumerate(micros)]
+        try:
+            with documents(None):  # what the forwards set, each in its turn, ends with the step
+                self.pipeline.run(calls, self.settings.in_flight_micro_batches)
+        finally:
+            torch.clear_autocast_cache()
+        return torch.stack([one for one in sums if one is not None]).sum().to(self.device, non_blocking=True)
+
+    def step(self) -> Tensor:
+        parameters = list(self.module.parameters())
+        max_norm = self.build.args.train.max_grad_norm
+        if self.scaler.is_enabled():
+            norm, updated = scaled_step(self.scaler, parameters, self.optimizer, max_norm, self.skipped)
+        else:
+            norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True
+        if updated:
+            advance(self.scheduler)
+        return norm
+
+    def reset_step(self) -> None:
+        # The pipeline has already given up its micro-batches; only their gradients are left.
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def eval_loss(self, micro: MicroBatch) -> Tensor:
+        self.module.eval()
+        try:
+            inputs, document_ids = self._place(micro)
+            autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+            with self.pipeline.whole_forward(), documents(document_ids), autocast:
+                return self.module(**inputs).to(self.device, non_blocking=True)
+        finally:
+            self.module.train()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def num_skipped_steps(self) -> int:
+        return int(self.skipped.item())
+
+    def loss_scale(self) -> float | None:
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
+
+    def save(self, directory: Path) -> Future[None]:
+        extra = {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "skipped": float(self.skipped.item())}
+        return dcp.save(directory, self.module, self.optimizer, extra, self.coordinator)
+
+    def load(self, directory: Path) -> None:
+        extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
+        if extra:
+            self.scheduler.load_state_dict(extra["scheduler"])
+            if extra.get("scaler"):
+                self.scaler.load_state_dict(extra["scaler"])
+            self.skipped.fill_(extra.get("skipped", 0.0))
+
+    def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained(self.module, trainable_only):
+            yield name, parameter.detach()
+
+    def apply(self, settings: MemorySettings) -> bool:
+        reachable = {"micro_batch_size", "activation_checkpointing", "in_flight_micro_batches"}
+        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
+        if not changed <= reachable:
+            return False
+        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.pipeline.recompute = settings.activation_checkpointing != "none"
+        self.settings = settings
+        return True
+
+    def describe(self) -> str:
+        depth = self.settings.in_flight_micro_batches
+        devices: dict[Device, int] = {}
+        for name, parameter in self.module.named_parameters():
+            device = device_of(self.choice.device_map, name)
+            assert device is not None
+            devices[device] = devices.get(device, 0) + parameter.numel()
+        shares = ", ".join(f"{'GPU ' if isinstance(device, int) else ''}{device}: {count:,}" for device, count in devices.items())
+        flight = f"up to {depth} micro-batches in flight" if depth else "all micro-batches of a step in flight"
+        return f"{num_parameters(self.module):,} parameters in one process, map {self.choice.strategy} ({shares}), {flight}"
+
+    def close(self) -> None:
+        self.pipeline.close()

@@ -1,0 +1,96 @@
+"""The device-map engine in one CPU process: the same losses as plain training, step by step, whatever the depth, also after a failed step.
+
+Its places are one host here; several cards are for tests/gpu/test_device_map.py.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from harness.args import parse_args
+from harness.batches import StepBatch, make_sample, make_step_batch
+from harness.modeling import build_empty, byte_tokenizer, load_config
+
+
+def _args(tmp_path: Path, *flags: str) -> Any:
+    overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=3,num_attention_heads=4,num_key_value_heads=2"
+    base = ["--output_dir", str(tmp_path), "--model_type", "llama", "--config_overrides", overrides, "--tokenizer_name", "bytes"]
+    base += ["--use_cpu", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4", "--learning_rate", "1e-2"]
+    return parse_args([*base, "--block_size", "16", "--loss_chunk_size", "5", *flags])
+
+
+def _build(engine: str, args: Any) -> Any:
+    from harness.coordination import Coordinator
+    from harness.engines.build import build_engine, initial_settings
+
+    coordinator = Coordinator(1, 0, 0, 1, torch.device("cpu"), "gloo", 60.0)
+    empty = build_empty(args.model, load_config(args.model), byte_tokenizer(), dtype=torch.float32, seed=0)
+    return build_engine(engine, args, coordinator, empty, initial_settings(args, engine), "fp32", 10)[0]
+
+
+def _steps(num: int) -> list[StepBatch]:
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(8, 17, (num, 8))
+    return [make_step_batch([make_sample(generator.integers(0, 250, length)) for length in row], 0.0) for row in lengths]
+
+
+def _train(engine: Any, steps: list[StepBatch]) -> list[float]:
+    losses = []
+    for batch in steps:
+        losses.append(float(engine.forward_backward(batch, batch.num_label_tokens)))
+        engine.step()
+    return losses
+
+
+@pytest.mark.parametrize("depth", ["0", "1", "2"])
+def test_losses_are_those_of_plain_training(tmp_path: Path, depth: str) -> None:
+    plain = _build("ddp", _args(tmp_path))
+    mapped = _build("device_map", _args(tmp_path, "--device_map", "cpu", "--in_flight_micro_batches", depth))
+    assert mapped.settings.in_flight_micro_batches == int(depth)
+    steps = _steps(3)
+    assert _train(mapped, steps) == pytest.approx(_train(plain, copy.deepcopy(steps)), rel=1e-6)
+    weights = dict(plain.full_weights())
+    for name, weight in mapped.full_weights():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-5, atol=1e-6)
+    micro = steps[0].micro_batches(2)[0]
+    assert float(mapped.eval_loss(micro)) == pytest.approx(float(plain.eval_loss(micro)), rel=1e-5)
+    assert "one process, map cpu" in mapped.describe()
+
+
+def test_a_failed_step_is_redone_with_other_settings(tmp_path: Path) -> None:
+    expected = _train(_build("ddp", _args(tmp_path)), _steps(2))
+    engine = _build("device_map", _args(tmp_path, "--device_map", "cpu"))
+    first, second = _steps(2)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    handle = engine.module.model.layers[1].register_full_backward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.forward_backward(first, first.num_label_tokens)
+    handle.remove()
+    engine.reset_step()
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    smaller = engine.settings.replace(micro_batch_size=1, in_flight_micro_batches=2, activation_checkpointing="full")
+    assert engine.apply(smaller) and engine.settings == smaller and engine.pipeline.recompute
+    assert not engine.apply(smaller.replace(param_offload="cpu"))
+    assert _train(engine, [first, second]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_stay_where_the_map_says_and_unplaceable_ones_are_refused(tmp_path: Path) -> None:
+    from harness.findings import UserError
+
+    with pytest.raises(UserError, match="names card 0, but there are 0"):
+        _build("device_map", _args(tmp_path, "--device_map", '{"model": 0, "lm_head": 0}'))
+    with pytest.raises(UserError, match="from where they cannot be trained"):
+        _build("device_map", _args(tmp_path, "--device_map", '{"model": "cpu", "lm_head": "disk"}'))
