@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from harness.batches import MicroBatch, StepBatch
+from harness.build_locks import clear_stale_build_locks
 from harness.engines.base import Build, micro_batch_loss
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -22,6 +24,8 @@ from harness.modeling import fill, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 
 _TAG = "zero"
+
+log = logging.getLogger("harness")
 
 
 class BackgroundCheckpointEngine(TorchCheckpointEngine):
@@ -62,6 +66,8 @@ class ZeroEngine:
         self.name = f"zero{self.stage}"
         train = build.args.train
         if not deepspeed.comm.is_initialized():
+            for lock in clear_stale_build_locks():  # DeepSpeed compiles operators from here on
+                log.warning("removed %s: what compiled there was killed, and every run would have waited for it", lock)
             # Adopts the process group that is already there; another one would not see the same ranks at the same time.
             deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", dist_init_required=False)
         self.module: Any = fill(build.empty_model, self.device, self._partition if self.stage == 3 else None, broadcast=self._broadcast)
