@@ -8,7 +8,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator, StopFlag, setup_logging
-from harness.data import prepare_data
+from harness.data import build_loader, prepare_data
 from harness.engines.base import Engine, compute_dtype
 from harness.engines.build import build_engine, initial_settings, master_dtype, resolve_precision
 from harness.evaluation import Evaluator
 from harness.export import export_model
 from harness.findings import UserError, user_error
+from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.recovery import Recovery
 from harness.step_loader import StepLoader, eval_batches
+from harness.streaming import StreamLoader
 from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
 
 log = logging.getLogger("harness")
@@ -78,8 +80,15 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
     setup_logging(folder, debug=args.train.debug)
     for finding in findings:
         log.warning("%s", finding.line())
-    changed = ", ".join(f"{name}={value}" for name, value in args.non_defaults().items())
+    changed = ", ".join(f"{name}={_short(value)}" for name, value in args.non_defaults().items())
     log.info("arguments that differ from the defaults: %s", changed)
+
+
+def _short(value: Any) -> str:
+    """A value for one line of the log: of a long list only the beginning; config.json has all of it."""
+    if isinstance(value, list) and len(value) > 4:
+        return f"[{', '.join(map(repr, value[:3]))}, ... {len(value)} in all]"
+    return str(value)
 
 
 def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator, stop: StopFlag, train_dataset: Any = None) -> bool:
@@ -97,10 +106,16 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             is_local_main=coordinator.is_local_main_process,
             **({} if train_dataset is None else {"train_dataset": train_dataset}),
         )
+    for finding in prepared.findings:
+        log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "%s", finding.line())
     precision = resolve_precision(args.train.precision, coordinator.device)
     loader, plan = _plan(args, prepared, tokenizer, coordinator)
     with phase("model"):
-        empty = modeling.build_empty(args.model, config, tokenizer, dtype=master_dtype(engine_name, precision), seed=args.train.seed)
+        empty = modeling.build_empty(
+            args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
+        )
+        if modeling.apply_kernels(empty.model, args.model, coordinator.device):
+            log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
         settings = initial_settings(args, engine_name)
@@ -164,27 +179,25 @@ def _accumulation(args: Arguments, num_processes: int) -> int:
         near = max(1, round(train.target_batch_size / per_round)) * per_round
         raise user_error(
             "--target_batch_size",
-            f"{train.target_batch_size} is not a multiple of {train.per_device_train_batch_size} samples x {num_processes} processes = {per_round}",
+            f"{train.target_batch_size} is not a multiple of {train.per_device_train_batch_size} samples x {num_processes} processes"
+            f" = {per_round}",
             f"use {near}, or change --per_device_train_batch_size",
         )
     return train.target_batch_size // per_round
 
 
-def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinator) -> tuple[StepLoader, RunPlan]:
+def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinator) -> tuple[StepLoader | StreamLoader, RunPlan]:
     train, data = args.train, args.data
     accumulation = _accumulation(args, coordinator.num_processes)
     train.gradient_accumulation_steps = accumulation
     global_batch_size = train.per_device_train_batch_size * accumulation * coordinator.num_processes
-    loader = StepLoader(
-        prepared.train,
+    loader = build_loader(
+        data,
+        prepared,
         global_batch_size=global_batch_size,
         num_processes=coordinator.num_processes,
         process_index=coordinator.process_index,
         seed=train.seed if train.data_seed is None else train.data_seed,
-        strategy=getattr(data, "train_sampling_strategy", "random"),
-        drop_last=bool(getattr(data, "dataloader_drop_last", False)),
-        num_workers=getattr(data, "dataloader_num_workers", 0),
-        pad_id=_pad_id(tokenizer),
         pin_memory=coordinator.device.type == "cuda",
     )
     plan = plan_run(
@@ -198,12 +211,8 @@ def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinat
     return loader, plan
 
 
-def _pad_id(tokenizer: Any) -> int:
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0))
-
-
 def _check_model(args: Arguments, empty: modeling.EmptyModel, prepared: Any) -> None:
-    isolated = not getattr(args.data, "no_document_isolation", False) and getattr(args.data, "packing", "concat") != "none"
+    isolated = args.data.document_isolation and args.data.packing != "none"
     if isolated and not modeling.can_isolate(empty.model):
         raise user_error(
             "--no_document_isolation",
@@ -232,7 +241,7 @@ def _metrics(args: Arguments, folder: Path, coordinator: Coordinator, plan: RunP
 def _trainer(
     args: Arguments,
     engine: Engine,
-    loader: StepLoader,
+    loader: StepLoader | StreamLoader,
     plan: RunPlan,
     coordinator: Coordinator,
     stop: StopFlag,
@@ -262,6 +271,7 @@ def _trainer(
             "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
             "packages": run_folder.environment()["packages"],
         },
+        first_update=_adapter_check(engine, coordinator),
     )
     if prepared.evaluation is not None:
         trainer.evaluator = Evaluator(
@@ -274,7 +284,27 @@ def _trainer(
     return trainer
 
 
-def _evaluation_batches(args: Arguments, prepared: Any, coordinator: Coordinator, loader: StepLoader) -> Iterator[MicroBatch]:
+def _adapter_check(engine: Engine, coordinator: Coordinator) -> Callable[[], bool] | None:
+    """With LoRA: a check, after the first update that was made, that every adapter trains."""
+    if engine.lora is None:
+        return None
+    skipped_before, num_calls = engine.num_skipped_steps(), 0
+
+    def check() -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        if engine.num_skipped_steps() - skipped_before >= num_calls:  # fp16 begins with updates that overflow
+            return False
+        names, flags = untrained_flags(engine.module)
+        check_first_update(names, coordinator.max(flags, "first update of LoRA"))
+        return True
+
+    return check
+
+
+def _evaluation_batches(
+    args: Arguments, prepared: Any, coordinator: Coordinator, loader: StepLoader | StreamLoader
+) -> Iterator[MicroBatch]:
     return eval_batches(
         prepared.evaluation,
         args.train.per_device_eval_batch_size,
@@ -287,8 +317,6 @@ def _evaluation_batches(args: Arguments, prepared: Any, coordinator: Coordinator
 
 def _flops(engine: Engine, config: Any, prepared: Any, coordinator: Coordinator) -> tuple[float, float | None]:
     """Model FLOPs per token and this device's peak FLOP/s, for MFU."""
-    if importlib.util.find_spec("harness.monitor") is None:
-        return 0.0, None
     from harness import monitor
 
     sequence = int(getattr(prepared.train, "longest", 0) or 0)
@@ -321,7 +349,7 @@ def _check_resume(saved: dict[str, Any], trainer: Trainer) -> None:
 
     if saved["global_batch_size"] != now["global_batch_size"]:
         bad(
-            f"the checkpoint was trained with {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}",
+            f"the checkpoint had {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}",
             f"keep micro-batch x accumulation x processes = {saved['global_batch_size']} (--target_batch_size {saved['global_batch_size']})",
         )
     if saved["data_fingerprint"] != now["data_fingerprint"]:
@@ -361,6 +389,11 @@ def _export(
         f"# {type(empty.model).__name__}\n\nTrained for {state.step} optimizer steps on {state.num_label_tokens:,} label tokens"
         f" with engine {engine.name} in {precision}.\n"
     )
+    if engine.lora is not None:
+        weights = engine.full_weights(trainable_only=True)
+        export_adapter(folder, weights, engine.lora, tokenizer, is_main_process=coordinator.is_main_process, card=card)
+        coordinator.wait_for_everyone("export")
+        return
     export_model(
         folder,
         engine.full_weights(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.args import ModelArguments
-from harness.findings import UserError, user_error
+from harness.findings import Finding, UserError, user_error
 
 log = logging.getLogger("harness")
 
@@ -107,19 +108,20 @@ def load_config(args: ModelArguments) -> Any:
         except (OSError, ValueError, json.JSONDecodeError) as error:
             raise user_error(key, f"no model config in {source}: {str(error).splitlines()[0]}", "check the path or name") from None
     if args.config_overrides:
-        _override(config, args.config_overrides)
+        config = _overridden(config, args.config_overrides)
     config.use_cache = False
     return config
 
 
-def _override(config: Any, text: str) -> None:
-    """Applies 'name=value,name=value' to a config; values take the type of what they replace."""
-    problems = []
+def _overridden(config: Any, text: str) -> Any:
+    """A config with 'name=value,name=value' applied; values take the type of what they replace."""
+    problems: list[Finding] = []
+    changes: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals or not hasattr(config, name):
             message = f"'{part}' is not name=value" if not equals else f"{type(config).__name__} has no '{name}'"
-            problems.append(user_error("--config_overrides", message, "use the names of the model's config.json").findings[0])
+            problems.append(Finding("error", "--config_overrides", message, "use the names of the model's config.json"))
             continue
         old = getattr(config, name)
         try:
@@ -128,11 +130,19 @@ def _override(config: Any, text: str) -> None:
             parsed = None if value.lower() == "none" else value
         number = isinstance(old, (int, float)) and not isinstance(old, bool)
         if number and (isinstance(parsed, bool) or not isinstance(parsed, (int, float))):
-            problems.append(user_error("--config_overrides", f"{name}={value} is not a number", f"it is {old} now").findings[0])
+            problems.append(Finding("error", "--config_overrides", f"{name}={value} is not a number", f"it is {old} now"))
             continue
-        setattr(config, name, type(old)(parsed) if isinstance(old, float) and number else parsed)
+        real_name = getattr(config, "attribute_map", {}).get(name, name)
+        changes[real_name] = type(old)(parsed) if isinstance(old, float) and number else parsed
     if problems:
         raise UserError(problems)
+    values = config.to_dict()
+    if len(values.get("layer_types") or []) != changes.get("num_hidden_layers", config.num_hidden_layers) and "layer_types" not in changes:
+        values.pop("layer_types", None)  # one entry a layer; the config makes them anew
+    try:
+        return type(config).from_dict({**values, **changes})
+    except Exception as error:
+        raise user_error("--config_overrides", f"{type(config).__name__} refuses them: {str(error).splitlines()[-1].strip()}") from None
 
 
 def max_positions(config: Any) -> int | None:
@@ -487,6 +497,36 @@ def set_activation_checkpointing(model: Any, mode: str) -> None:
     except ValueError:
         if mode != "none":
             raise user_error("--activation_checkpointing", f"{type(model).__name__} does not support it", "use none") from None
+
+
+def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> bool:
+    """Liger's fused RMSNorm, SwiGLU and rotary embedding, where they can run and were not turned off. Returns True where applied.
+
+    The loss is ours: Liger's fused one reads the GPU in its forward.
+
+    Raises:
+        UserError: they were asked for and cannot run here.
+    """
+    if args.no_custom_kernels or args.use_liger_kernel is False:
+        return False
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    if device.type != "cuda" or not installed:
+        if args.use_liger_kernel:
+            reason = "liger-kernel is not installed" if device.type == "cuda" else "Liger's kernels need a GPU"
+            raise user_error("--use_liger_kernel", reason, "pip install liger-kernel" if device.type == "cuda" else "leave it out")
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return False
+    try:
+        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    except Exception as error:
+        if args.use_liger_kernel:
+            raise
+        log.warning("Liger's kernels do not fit this model (%s): training without them", str(error).splitlines()[0])
+        return False
+    return True
 
 
 def num_parameters(model: nn.Module) -> int:

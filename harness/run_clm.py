@@ -1,6 +1,6 @@
 """Trains a causal LM. Start it with any launcher:
 
-    deepspeed --num_gpus=4 harness/run_clm.py --model_name_or_path gpt2 --train_file a.txt --deepspeed ds_configs/zero3.json --output_dir out
+    deepspeed --num_gpus=4 harness/run_clm.py --model_name_or_path gpt2 --train_file a.txt --output_dir out --deepspeed ds.json
     accelerate launch --config_file fsdp_configs/full_shard.yaml harness/run_clm.py ...
     torchrun --nproc_per_node 4 harness/run_clm.py ...
     python harness/run_clm.py ...
@@ -104,11 +104,13 @@ def check(args: Arguments, train_dataset: Any = None) -> str:
     Raises:
         UserError: with all errors found.
     """
+    from harness.check_config import check_run
     from harness.templates import apply_launch_to_args
 
     num_processes = world_size_from_environment()
-    engine, findings = apply_launch_to_args(args, os.environ, num_processes)
-    findings = [*args.notes, *findings]
+    findings = [*args.notes, *check_run(args, num_processes=num_processes, environ=os.environ)]
+    engine, more = apply_launch_to_args(args, os.environ, num_processes)
+    findings = list(dict.fromkeys([*findings, *more]))
     data = args.data
     if train_dataset is None and not (data.dataset_name or data.train_file or getattr(data, "dataset_mix", None)):
         findings.append(
@@ -136,7 +138,9 @@ def _take_signals(stop: Any) -> None:
             raise KeyboardInterrupt
         stop.ask(signal.Signals(number).name)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            continue  # under nohup a closed terminal is no reason to stop
         with contextlib.suppress(ValueError):  # not in the main thread of somebody's program
             signal.signal(number, ask)
 

@@ -262,7 +262,8 @@ class Trainer:
         log.warning("%d of the last %d updates were left out: non-finite gradients%s", new, num_steps, " (loss scaling)" if scaling else "")
         if self._bad_in_a_row >= self.train_args.max_nan_steps and not (scaling and self._loss_scale_can_fall()):
             raise NonFiniteError(
-                f"{self._bad_in_a_row} updates in a row had non-finite gradients: lower --learning_rate, check the data, or use --precision bf16"
+                f"{self._bad_in_a_row} updates in a row had non-finite gradients: "
+                "lower --learning_rate, check the data, or use --precision bf16"
             )
 
     def _loss_scale_can_fall(self) -> bool:

@@ -19,6 +19,7 @@ from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
 from harness.coordination import Coordinator
 from harness.ladder import MemorySettings
+from harness.lora import AttachedLora
 from harness.modeling import documents
 
 
@@ -33,6 +34,7 @@ class Build:
         settings: memory settings in force.
         precision: "bf16", "fp16" or "fp32", resolved.
         total_steps: optimizer steps of the whole run, for the schedule.
+        lora: adapters in the empty model; None without.
     """
 
     args: Arguments
@@ -41,6 +43,7 @@ class Build:
     settings: MemorySettings
     precision: str
     total_steps: int
+    lora: AttachedLora | None = None
 
 
 class Engine(Protocol):
@@ -51,11 +54,13 @@ class Engine(Protocol):
         module: the model; the object to call is `wrapped`.
         settings: memory settings in force.
         optimizer, scheduler: the objects whose state a checkpoint holds.
+        lora: the model's adapters; None without.
     """
 
     name: str
     module: nn.Module
     settings: MemorySettings
+    lora: AttachedLora | None
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         """Gradients of one optimizer step, cut by the settings.
@@ -75,7 +80,7 @@ class Engine(Protocol):
         """After a failed forward or backward: as if the step had never begun."""
 
     def eval_loss(self, micro: MicroBatch) -> Tensor:
-        """Sum of token losses of one evaluation batch, scalar float32 on the device, without gradients. Called equally often on all ranks."""
+        """Sum of token losses of one evaluation batch, scalar float32 on the device, no gradients. Called equally often on all ranks."""
 
     def learning_rate(self) -> float: ...
 
@@ -88,8 +93,8 @@ class Engine(Protocol):
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on all ranks."""
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, whole, one at a time; called on all ranks, values are valid on the main process."""
+    def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter (or every one that trains) by name, whole, one at a time; called on all ranks, valid on the main process."""
 
     def apply(self, settings: MemorySettings) -> bool:
         """Changes settings in process; False when that needs a rebuild or relaunch."""
@@ -98,6 +103,11 @@ class Engine(Protocol):
         """Layout of devices and shards, one line."""
 
     def close(self) -> None: ...
+
+
+def trained(module: nn.Module, only: bool) -> Iterator[tuple[str, nn.Parameter]]:
+    """The module's parameters by name; with `only`, those that train."""
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad or not only)
 
 
 def compute_dtype(precision: str) -> torch.dtype:

@@ -29,11 +29,24 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return "fp32"
 
 
-def master_dtype(engine: str, precision: str) -> torch.dtype:
-    """dtype in which the model is built: float32 shards or copies, but DeepSpeed keeps its own float32 masters of 16-bit weights."""
-    if engine == "zero":
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    return torch.float32
+def master_dtype(engine: str, precision: str, wanted: str | None = None, config: Any = None) -> torch.dtype:
+    """dtype in which the model is built: float32 shards or copies, but DeepSpeed keeps its own float32 masters of 16-bit weights.
+
+    Args:
+        wanted: `--torch_dtype`: "bfloat16" trains in pure bf16, without float32 masters; "auto" takes the model's own dtype.
+
+    Raises:
+        UserError: not a dtype, or one that contradicts the precision.
+    """
+    if wanted is None or engine == "zero":
+        return compute_dtype(precision) if engine == "zero" else torch.float32
+    name = wanted.removeprefix("torch.")
+    dtype = getattr(config, "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise user_error("--torch_dtype", f"{wanted} is not a floating-point dtype", "float32, bfloat16, float16 or auto")
+    if dtype == torch.float16 and precision == "fp16":
+        raise user_error("--torch_dtype", "float16 weights cannot be trained with a loss scale", "use float32, or --precision bf16")
+    return dtype
 
 
 def initial_settings(args: Arguments, engine: str) -> MemorySettings:
@@ -48,6 +61,8 @@ def initial_settings(args: Arguments, engine: str) -> MemorySettings:
         assert template is not None
         offload = "cpu" if template.cpu_offload else "none"
         settings = settings.replace(reshard_after_forward=template.reshard_after_forward, param_offload=offload)
+    elif engine == "device_map":
+        settings = settings.replace(in_flight_micro_batches=args.maps.in_flight_micro_batches)
     elif engine == "zero":
         zero = (load_deepspeed_template(args, os.environ) or {}).get("zero_optimization", {})
         offload_optimizer = zero.get("offload_optimizer", {})
@@ -93,7 +108,7 @@ def build_engine(
     """Builds the engine, filling and sharding the model.
 
     Args:
-        engine: "ddp", "fsdp" or "zero".
+        engine: "ddp", "fsdp", "zero" or "device_map".
 
     Returns:
         The engine, and the template as used (written into the run's folder).
@@ -102,7 +117,7 @@ def build_engine(
         UserError: what only the model can show to be wrong in a template.
     """
     lora = attach_adapters(engine, args, empty_model, precision) if args.lora.lora_r is not None else None
-    build = Build(args, coordinator, empty_model, settings, precision, total_steps)
+    build = Build(args, coordinator, empty_model, settings, precision, total_steps, lora)
     used: dict[str, Any] = {}
     made: Any
     if engine == "zero":
@@ -117,6 +132,11 @@ def build_engine(
         assert template is not None
         made = FsdpEngine(build, template)
         used = {key: value for key, value in vars(template).items() if key != "notes"}
+    elif engine == "device_map":
+        from harness.engines.device_map import DeviceMapEngine
+
+        made = DeviceMapEngine(build)
+        used = {"strategy": made.choice.strategy, "device_map": made.choice.device_map, "decisions": list(made.choice.decisions)}
     else:
         from harness.engines.ddp import DdpEngine
 
@@ -124,7 +144,6 @@ def build_engine(
     log.info("engine=%s num_processes=%d backend=%s precision=%s", made.name, coordinator.num_processes, coordinator.backend, precision)
     log.info("layout: %s", made.describe())
     if lora is not None:
-        made.lora = lora
         checked = check_after_build(
             made.module, lora, coordinator.gather, check_r=args.lora.check_r_consistency, strict=args.lora.strict_r_check
         )

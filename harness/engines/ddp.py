@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step, trained
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
@@ -26,7 +26,7 @@ class DdpEngine:
 
     def __init__(self, build: Build) -> None:
         self.name = "ddp"
-        self.build, self.settings = build, build.settings
+        self.build, self.settings, self.lora = build, build.settings, build.lora
         self.coordinator = build.coordinator
         self.device = build.coordinator.device
         train = build.args.train
@@ -123,8 +123,8 @@ class DdpEngine:
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
+    def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained(self.module, trainable_only):
             yield name, parameter.detach()
 
     def apply(self, settings: MemorySettings) -> bool:
@@ -138,7 +138,9 @@ class DdpEngine:
 
     def describe(self) -> str:
         copies = self.coordinator.num_processes
-        return f"{num_parameters(self.module):,} parameters, {copies} whole {'copy' if copies == 1 else 'copies'} in float32 on {self.device.type}"
+        noun = "copy" if copies == 1 else "copies"
+        dtype = str(next(self.module.parameters()).dtype).removeprefix("torch.")
+        return f"{num_parameters(self.module):,} parameters, {copies} whole {noun} in {dtype} on {self.device.type}"
 
     def close(self) -> None:
         self.wrapped = self.module

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from harness.batches import MicroBatch, StepBatch
 from harness.build_locks import clear_stale_build_locks
-from harness.engines.base import Build, micro_batch_loss
+from harness.engines.base import Build, micro_batch_loss, trained
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
@@ -59,7 +59,7 @@ class ZeroEngine:
     """A DeepSpeed engine behind the trainer's interface. `ds_config` is the JSON with every "auto" filled."""
 
     def __init__(self, build: Build, ds_config: dict[str, Any]) -> None:
-        self.build, self.settings, self.ds_config = build, build.settings, ds_config
+        self.build, self.settings, self.ds_config, self.lora = build, build.settings, ds_config, build.lora
         self.coordinator = build.coordinator
         self.device = build.coordinator.device
         self.stage = int(ds_config["zero_optimization"]["stage"])
@@ -134,12 +134,12 @@ class ZeroEngine:
         return total
 
     def step(self) -> Tensor:
-        if self.coordinator.max([float(self.bad_loss)], "loss is finite")[0]:
-            # float32 runs of DeepSpeed do not look for non-finite gradients themselves.
-            if not self.engine.fp16_enabled():
-                self.reset_step()
-                self.num_bad_losses += 1
-                return torch.tensor(float("nan"))
+        # float32 runs of DeepSpeed do not look for non-finite gradients themselves; fp16's loss scale does.
+        bad = self.coordinator.max([float(self.bad_loss)], "loss is finite")[0] and not self.engine.fp16_enabled()
+        if bad:
+            self.reset_step()
+            self.num_bad_losses += 1
+            return torch.tensor(float("nan"))
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(float("nan") if norm is None else float(norm))
@@ -201,16 +201,18 @@ class ZeroEngine:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else None
 
     def save(self, directory: Path) -> Future[None]:
-        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state={"num_bad_losses": self.num_bad_losses}, save_latest=False)
+        client = {"num_bad_losses": self.num_bad_losses}
+        frozen = self.lora is not None  # the base under adapters comes from the model's own files again
+        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=frozen)
         return self.writer.take_pending()
 
     def load(self, directory: Path) -> None:
-        path, client = self.engine.load_checkpoint(str(directory), tag=_TAG)
+        path, client = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=self.lora is None)
         assert path is not None, f"DeepSpeed found nothing to load in {directory}"
         self.num_bad_losses = int(client.get("num_bad_losses", 0))
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
+    def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained(self.module, trainable_only):
             if self.stage < 3:
                 yield name, parameter.detach()
                 continue

@@ -218,3 +218,27 @@ def test_zero3_nvme_where_async_io_builds(reference: dict[str, Any], tmp_path: P
     more = ["--deepspeed", str(tmp_path / "ds.json")]
     result = run_launcher("deepspeed", 2, arguments(reference, output, 2, 2, *more), timeout_s=400)
     check_run(result, reference, "zero3", 2)
+
+
+def test_a_tokenizer_with_more_tokens_grows_the_embedding_the_same_under_every_engine(reference: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers.trainer_utils import set_seed
+
+    from harness.modeling import byte_tokenizer
+
+    set_seed(3)
+    small = AutoConfig.from_pretrained(reference["folder"] / "model").to_dict() | {"vocab_size": 250}
+    LlamaForCausalLM(LlamaConfig.from_dict(small)).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    losses = {}
+    for name in ("python", "torchrun-fsdp", "deepspeed-zero3"):
+        kind, num_processes, micro, _, more, options = CASES[name]
+        output = tmp_path / name
+        changes = ["--model_name_or_path", str(tmp_path / "model"), "--max_steps", "4"]
+        command = [*arguments(reference, output, num_processes, micro, *more), *changes]
+        result = run_launcher(kind, num_processes, command, timeout_s=400, **options)  # type: ignore[arg-type]
+        assert result.returncode == 0, result.stdout
+        losses[name] = result.losses
+        assert AutoModelForCausalLM.from_pretrained(output / "final").get_input_embeddings().weight.shape[0] == 259
+    for name in ("torchrun-fsdp", "deepspeed-zero3"):
+        assert losses[name] == pytest.approx(losses["python"], rel=1e-5)

@@ -1,0 +1,196 @@
+"""Models built empty and filled block by block; the byte tokenizer; the loss without all logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.args import ModelArguments
+from harness.findings import UserError
+from harness.loss import chunked_cross_entropy_sum, cross_entropy_sum, head_is_plain, install_loss, shifted_targets
+from harness.modeling import (
+    build_empty,
+    byte_tokenizer,
+    documents,
+    fill,
+    fit_vocabulary,
+    layer_units,
+    load_config,
+    num_parameters,
+    set_activation_checkpointing,
+)
+
+CPU = torch.device("cpu")
+TINY = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,max_position_embeddings=64"
+
+
+def scratch(overrides: str = TINY, model_type: str = "llama", seed: int = 5) -> Any:
+    args = ModelArguments(model_type=model_type, config_overrides=overrides, tokenizer_name="bytes")
+    return fill(build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=seed), CPU)
+
+
+@pytest.mark.parametrize("text", ["plain", "tabs\tand\nnewlines\r\n", "grüße 你好 🙂", "", " leading", "\x00\x7f"])
+def test_bytes_go_in_and_come_out(text: str) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+
+
+def test_byte_tokenizer_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded("ab é")["input_ids"] == byte_tokenizer()("ab é")["input_ids"]
+    assert (loaded.bos_token, loaded.eos_token, loaded.pad_token, len(loaded)) == ("<|bos|>", "<|eos|>", "<|pad|>", 259)
+
+
+def test_initial_weights_depend_on_the_seed_only() -> None:
+    first, again, other = scratch(), scratch(), scratch(seed=6)
+    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(one, two) for one, two, _ in pairs)
+    assert any(not torch.equal(one, three) for one, _, three in pairs)
+
+
+def test_initial_weights_have_the_configs_spread() -> None:
+    model = scratch(TINY + ",initializer_range=0.05")
+    layer = model.model.layers[1]
+    assert layer.mlp.up_proj.weight.std().item() == pytest.approx(0.05, rel=0.1)
+    assert torch.equal(layer.input_layernorm.weight, torch.ones(32))
+    assert not torch.equal(layer.mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_tied_weights_stay_tied_and_count_once() -> None:
+    tied, untied = scratch(TINY + ",tie_word_embeddings=true"), scratch()
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    assert num_parameters(untied) - num_parameters(tied) == 259 * 32
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "opt", "qwen3", "mixtral", "phi3", "falcon"])
+def test_other_architectures_load_what_transformers_saved(model_type: str, tmp_path: Path) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    default = CONFIG_MAPPING[model_type]()
+    small = {
+        "hidden_size": 32, "n_embd": 32, "intermediate_size": 48, "ffn_dim": 48, "num_hidden_layers": 2, "n_layer": 2,
+        "num_attention_heads": 4, "n_head": 4, "num_key_value_heads": 2, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 259,
+        "word_embed_proj_dim": 32, "num_local_experts": 4, "max_position_embeddings": 64, "n_positions": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    kind = type(default)
+    known = {name: value for name, value in small.items() if hasattr(default, name) and not isinstance(getattr(kind, name, None), property)}
+    config = kind(**known)
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(config).eval()
+    original.save_pretrained(tmp_path)
+    args = ModelArguments(model_name_or_path=str(tmp_path), tokenizer_name="bytes")
+    filled = fill(build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=0), CPU).eval()
+    ids = torch.randint(0, 259, (2, 16))
+    assert torch.equal(filled(input_ids=ids).logits, original(input_ids=ids).logits)
+    assert len(layer_units(filled)) == 2
+
+
+def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
+    args = ModelArguments(model_name_or_path=str(tmp_path), tokenizer_name="bytes")
+    scratch().config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no \.safetensors files"):
+        build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=0)
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor file")
+    with pytest.raises(UserError, match="damaged"):
+        fill(build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=0), CPU)
+
+
+def test_vocabulary_below_the_tokenizers_is_refused() -> None:
+    args = ModelArguments(model_type="llama", config_overrides=TINY + ",vocab_size=100", tokenizer_name="bytes")
+    with pytest.raises(UserError, match="100 is less than the tokenizer's 259"):
+        fit_vocabulary(load_config(args), byte_tokenizer(), args)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7, 24, 1000])
+def test_chunked_loss_and_gradients_equal_the_whole(chunk: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(24, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    targets = torch.randint(0, 50, (24,))
+    targets[::5] = -100
+    expected = cross_entropy_sum(hidden @ weight.T, targets)
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    loss = chunked_cross_entropy_sum(hidden, weight, None, targets, chunk)
+    got = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in zip(got, wanted, strict=True))
+
+
+def test_targets_are_the_next_tokens() -> None:
+    assert shifted_targets(torch.tensor([[1, 2, 3], [4, -100, 6]])).tolist() == [[2, 3, -100], [-100, 6, -100]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "plain"), [("llama", True), ("gpt2", True), ("gemma2", False), ("cohere", False), ("granite", False)]
+)
+def test_the_installed_loss_is_the_models_own(model_type: str, plain: bool) -> None:
+    """Also where the model scales or caps its logits: those models keep computing their logits themselves."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[model_type]()
+    for name, value in {
+        "hidden_size": 32, "n_embd": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4,
+        "n_head": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "layer_types": None,
+    }.items():  # fmt: skip
+        if hasattr(config, name):
+            setattr(config, name, value)
+    if model_type == "gemma2":
+        config.layer_types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(0, 64, (2, 12))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    expected = model(input_ids=ids, labels=labels).loss * (labels[:, 1:] != -100).sum()
+    assert head_is_plain(model) is plain
+    install_loss(model, 5)
+    assert model(input_ids=ids, labels=labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert model(input_ids=ids).logits.shape == (2, 12, 64)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointed_gradients_are_the_same(mode: str) -> None:
+    ids = torch.randint(0, 259, (2, 16))
+    gradients = []
+    for each in ("none", mode):
+        model = scratch()
+        install_loss(model, 0)
+        set_activation_checkpointing(model, each)
+        model.train()
+        model(input_ids=ids, labels=ids).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+def test_documents_of_a_pack_do_not_see_each_other() -> None:
+    model = scratch().eval()
+    ids = torch.randint(0, 259, (1, 20))
+    which = torch.tensor([[0] * 8 + [1] * 12])
+    positions = torch.tensor([[*range(8), *range(12)]])
+    changed = ids.clone()
+    changed[0, :8] = torch.randint(0, 259, (8,))
+    with torch.no_grad(), documents(which):
+        packed = model(input_ids=ids, position_ids=positions).logits
+        other = model(input_ids=changed, position_ids=positions).logits
+    alone = model(input_ids=ids[:, 8:]).logits
+    assert torch.equal(packed[:, 8:], other[:, 8:])
+    assert torch.allclose(packed[:, 8:], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2", "mistral"])
+def test_overrides_make_a_config_that_can_be_saved(model_type: str, tmp_path: Path) -> None:
+    """Also where the config holds one entry a layer, or other names for the same thing."""
+    from transformers import AutoConfig
+
+    config = load_config(ModelArguments(model_type=model_type, config_overrides="num_hidden_layers=3,hidden_size=64"))
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert (loaded.num_hidden_layers, loaded.hidden_size) == (3, 64)
+    assert len(getattr(loaded, "layer_types", None) or [0] * 3) == 3

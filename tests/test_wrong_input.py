@@ -1,0 +1,206 @@
+"""What a user types wrong: one message that names key, value and fix, exit code 2, no traceback, nothing trained."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TINY = "hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1,max_position_embeddings=256"
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job of one process inside the test's own; a crash of the job is an exception, not the end of the tests."""
+    import torch.distributed as dist
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def crash(code: int) -> None:
+        raise AssertionError(f"the job ended with os._exit({code})")
+
+    monkeypatch.setattr(os, "_exit", crash)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def text_file(folder: Path, name: str = "a.txt", text: str = "some text to train on, and then some more of it. " * 40) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def command(folder: Path, **changes: object) -> list[str]:
+    values: dict[str, object] = {
+        "model_type": "llama",
+        "config_overrides": TINY,
+        "tokenizer_name": "bytes",
+        "train_file": str(folder / "a.txt"),
+        "block_size": 32,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "validation_split_percentage": 0,
+        "data_cache_dir": str(folder / "cache"),
+        "output_dir": str(folder / "out"),
+        "save_strategy": "no",
+        **changes,
+    }
+    return [token for name, value in values.items() if value is not None for token in (f"--{name}", str(value))]
+
+
+def fails(tokens: list[str], capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Runs the job, expects exit code 2 and every word in the message, and no traceback."""
+    from harness.run_clm import main
+
+    assert main(tokens) == 2
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    for word in words:
+        assert word in text, text
+    assert "Traceback" not in text
+    return text
+
+
+CASES: list[tuple[str, dict[str, object], tuple[str, ...]]] = [
+    ("unknown flag", {"learnig_rate": 1}, ("--learnig_rate", "--learning_rate")),
+    ("missing file", {"train_file": "nowhere.txt"}, ("nowhere.txt",)),
+    ("block over the model's limit", {"block_size": 512}, ("512", "256")),
+    ("no such model", {"model_type": "lama"}, ("lama", "llama")),
+    ("no such folder", {"model_type": None, "config_overrides": None, "model_name_or_path": "./nowhere"}, ("./nowhere",)),
+    ("config without that name", {"config_overrides": "hiden_size=3"}, ("hiden_size",)),
+    ("config value of the wrong kind", {"config_overrides": "hidden_size=big"}, ("hidden_size=big", "number")),
+    ("attention that does not exist", {"attn_implementation": "flash"}, ("--attn_implementation", "flash")),
+    ("flash attention in float32", {"attn_implementation": "flash_attention_2", "precision": "fp32"}, ("flash",)),
+    ("batch that cannot be cut", {"target_batch_size": 3}, ("--target_batch_size", "3", "multiple")),
+    ("unknown schedule", {"lr_scheduler_type": "linea"}, ("--lr_scheduler_type",)),
+    ("a schedule's arguments that are not JSON", {"lr_scheduler_kwargs": "{"}, ("--lr_scheduler_kwargs", "JSON")),
+    ("Apex that is not there", {"optim": "adamw_apex_fused"}, ("--optim", "adamw_apex_fused")),
+    ("Liger without a GPU", {"use_liger_kernel": True}, ("--use_liger_kernel",)),
+    ("dtype that does not exist", {"torch_dtype": "float31"}, ("--torch_dtype", "float31")),
+    ("two engines", {"deepspeed": "x.json", "fsdp": "full_shard"}, ("--deepspeed", "--fsdp")),
+    ("DeepSpeed file that is not there", {"deepspeed": "x.json"}, ("x.json",)),
+    ("checkpoint that is not there", {"resume_from_checkpoint": "nowhere/checkpoint-5"}, ("nowhere/checkpoint-5",)),
+    ("no checkpoint to go on from", {"resume_from_checkpoint": "latest"}, ("--resume_from_checkpoint",)),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_wrong_input(changes: dict[str, object], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_file(tmp_path)
+    fails(command(tmp_path, **changes), capsys, *words)
+    assert not (tmp_path / "out" / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", ("a.txt", "empty")),
+        (b"caf\xe9 noir\nplain\n", ("a.txt", "line 1", "3", "0xe9")),
+        (b"short", ("--block_size",)),
+    ],
+    ids=["empty", "not UTF-8", "less than a block"],
+)
+def test_wrong_data(content: bytes, words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    fails(command(tmp_path), capsys, *words)
+
+
+def test_jsonl_line_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"txt": "not"}\n')
+    fails(command(tmp_path, train_file=tmp_path / "a.jsonl"), capsys, "a.jsonl", "2", "text")
+
+
+def test_several_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_file(tmp_path)
+    fails(command(tmp_path, learning_rate=-1, max_steps=0, block_size=1), capsys, "--learning_rate", "--max_steps", "--block_size")
+
+
+def test_output_folder_of_another_run_and_of_somebody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness.run_clm import main
+
+    text_file(tmp_path)
+    assert main(command(tmp_path)) == 0
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    fails(command(tmp_path, learning_rate=0.5), capsys, "--output_dir", "learning_rate", "--overwrite_output_dir")
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    assert main(command(tmp_path, learning_rate=0.5, overwrite_output_dir=True)) == 0
+    aside = list(tmp_path.glob("out.old-*"))
+    assert len(aside) == 1 and (aside[0] / "metrics.jsonl").read_text() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    fails(command(tmp_path, output_dir=tmp_path / "mine"), capsys, "--output_dir", "thesis.tex")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years of work"
+
+
+def test_output_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_file(tmp_path)
+    (tmp_path / "file").write_text("")
+    fails(command(tmp_path, output_dir=tmp_path / "file" / "out"), capsys, "--output_dir", "file")
+
+
+def test_exit_json_tells_code_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_file(tmp_path)
+    fails(command(tmp_path, block_size=1), capsys, "--block_size")
+    written = json.loads((tmp_path / "out" / "exit.json").read_text())
+    assert written["code"] == 2 and "--block_size" in written["reason"]
+
+
+def test_train_from_a_script_with_own_rows(tmp_path: Path) -> None:
+    from harness.run_clm import train
+
+    config = {
+        "model_type": "llama",
+        "config_overrides": TINY,
+        "tokenizer_name": "bytes",
+        "max_steps": 3,
+        "learning_rate": "1e-3",
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "output_dir": str(tmp_path / "out"),
+    }
+    rows = [{"input_ids": list(range(20 + index)), "labels": list(range(20 + index))} for index in range(8)]
+    assert train(config, train_dataset=rows) == 0
+    losses = [row["loss"] for row in map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    assert len(losses) == 3 and losses[2] < losses[0]
+
+
+def test_yaml_file_and_flags_of_both_spellings(tmp_path: Path) -> None:
+    from harness.run_clm import main
+
+    text_file(tmp_path)
+    tokens = command(tmp_path, learning_rate=None)
+    (tmp_path / "run.yaml").write_text("learning_rate: 2e-5\nmax_steps: 1\nlogging_steps: 1\n")
+    assert main(["--config", str(tmp_path / "run.yaml"), *tokens, "--logging-first-step"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["learning_rate"] == 2e-5 and config["max_steps"] == 2 and config["logging_first_step"] is True
+
+
+def test_nan_loss_is_skipped_or_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 2's loss is made infinite: the weights stay as they were, the count is shown; with the policy "stop" the run ends."""
+    from harness.engines import ddp
+    from harness.run_clm import main
+
+    text_file(tmp_path)
+    original, calls = ddp.micro_batch_loss, {"n": 0}
+
+    def poisoned(*args: object) -> object:
+        calls["n"] += 1
+        loss = original(*args)  # type: ignore[arg-type]
+        return loss * float("inf") if calls["n"] == 2 else loss
+
+    monkeypatch.setattr(ddp, "micro_batch_loss", poisoned)
+    assert main(command(tmp_path, max_steps=4, logging_steps=1)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    train = [row for row in rows if row["kind"] == "train"]
+    assert [row["num_skipped_steps"] for row in train] == [0, 1, 1, 1]
+    assert all(row["loss"] > 0 for row in train if row["step"] != 2)  # no NaN weights afterwards
+    calls["n"] = 0
+    with pytest.raises(AssertionError, match=r"os._exit\(1\)"):
+        main(command(tmp_path, max_steps=4, logging_steps=1, nan_policy="stop", output_dir=tmp_path / "out2"))
+    assert json.loads((tmp_path / "out2" / "exit.json").read_text())["code"] == 1
