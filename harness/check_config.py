@@ -24,7 +24,7 @@ from harness.args import GROUPS, Arguments, argument_names, from_config, parse_a
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings
 from harness.check_deepspeed import check_deepspeed
-from harness.check_launch import Launch, check_environment, check_launch, parse_launch, read_hostfile
+from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
@@ -52,7 +52,7 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
     num_machines = max(1, num_processes // max(1, int(environ.get("LOCAL_WORLD_SIZE", num_processes))))
     try:
         if engine == "zero":
-            findings += _zero_findings(run, environ, num_processes, machine, num_machines)
+            findings += [*_zero_findings(run, environ, num_processes, machine, num_machines), *check_build_locks(environ)]
         elif engine == "fsdp":
             findings += _fsdp_findings(run, environ, num_processes, machine, num_machines)
     except UserError as error:
@@ -76,6 +76,10 @@ def _zero_findings(
             template, run, num_processes, total_steps=total_steps, hidden_size=None, precision=run.train.precision
         )
         yield from resolved
+    on_cpu = run.train.use_cpu or not machine.gpus
+    if run.train.precision == "fp16" and on_cpu and not machine.cpu_has_fp16:
+        message = "DeepSpeed has no fp16 on this CPU, and there is no card"
+        yield Finding("error", "--precision", message, '--precision bf16 or fp32, and "fp16": {"enabled": "auto"} in the file')
     zero = get_value(template, "zero_optimization", {})
     zero = zero if isinstance(zero, Mapping) else {}
     devices = {part: get_value(zero, f"{part}.device", "none") for part in ("offload_optimizer", "offload_param")}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -246,6 +248,9 @@ def _port_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Findi
         yield Finding(
             "error", option, f"0 lets each of the {num_nodes} machines choose its own port", "one port, the same on every machine"
         )
+    elif text == "0" and launch.launcher != "accelerate":
+        # Both hand MASTER_PORT=0 to the ranks, which then wait for each other for ever; only accelerate looks for a free port.
+        yield Finding("error", option, f"0 is taken as it is by {launch.launcher}: the ranks never meet", "a free port, or leave it out")
     elif text != "0" and launch.options.get("--machine_rank", launch.options.get("--node_rank", "0")) == "0" and port_in_use(int(text)):
         yield Finding("error", option, f"port {text} is in use on this machine", "another port, or leave it out")
 
@@ -306,3 +311,33 @@ def _rank_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("error", missing[0], message, "start the job with torchrun, deepspeed or accelerate launch")
     if rank >= max(world, 1):
         yield Finding("error", "RANK", f"{rank} is not below WORLD_SIZE {world}", "start the job with a launcher")
+
+
+def check_build_locks(environ: Mapping[str, str]) -> list[Finding]:
+    """Locks that a killed build of a C++ extension left behind.
+
+    PyTorch's extension builder waits for the file `lock` to vanish, without a time limit; a job that was killed while DeepSpeed built its
+    operators leaves it there, and every later job then hangs at its start.
+    """
+    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    locks = [path.resolve() for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
+    held = _open_files() if locks else set()
+    return [
+        Finding(
+            "warning",
+            "TORCH_EXTENSIONS_DIR",
+            f"{lock} was left by a build that was killed: jobs that need {lock.parent.name} wait for it for ever",
+            f"rm {lock}",
+        )
+        for lock in locks
+        if str(lock) not in held
+    ]
+
+
+def _open_files() -> set[str]:
+    """Every file that a process of this user has open on this machine."""
+    opened: set[str] = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # processes of others, and those that just ended
+            opened.add(os.readlink(link))
+    return opened

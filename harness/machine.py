@@ -35,11 +35,13 @@ class Machine:
         gpus: the visible cards, in order; empty on a machine without.
         num_cpus: cores this process may run on.
         host_memory_bytes: memory of the host, or the container's limit where that is lower.
+        cpu_has_fp16: the CPU computes in fp16, without which DeepSpeed refuses fp16 where there is no card.
     """
 
     gpus: tuple[Gpu, ...] = ()
     num_cpus: int = 1
     host_memory_bytes: int = 0
+    cpu_has_fp16: bool = False
 
     @property
     def supports_bf16(self) -> bool:
@@ -61,7 +63,17 @@ def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
         gpus=_gpus(environ),
         num_cpus=len(os.sched_getaffinity(0)),
         host_memory_bytes=min([psutil.virtual_memory().total, *_container_limits()]),
+        cpu_has_fp16=_cpu_has_fp16(),
     )
+
+
+def _cpu_has_fp16() -> bool:
+    """oneDNN computes in fp16 on CPUs with AVX512-FP16, or with AVX-NE-CONVERT."""
+    try:
+        flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "").split()
+    except OSError:
+        return False
+    return "avx512_fp16" in flags or "avx_ne_convert" in flags
 
 
 def _container_limits() -> list[int]:

@@ -192,6 +192,13 @@ MACHINE_RULES = [  # (flags, machine, processes) that break a rule and that do n
     Rule("--use_cpu", "info", "leaves 2 cards idle", ("--use_cpu", VOLTA, 2), ("--use_cpu", CPU, 2)),
     Rule("--precision", "error", "has no bf16", ("--bf16", VOLTA, 2), ("--bf16", AMPERE, 8)),
     Rule("--precision", "warning", "fp16 on a CPU", ("--fp16", CPU, 2), ("--fp16", VOLTA, 2)),
+    Rule(
+        "--precision",
+        "error",
+        "DeepSpeed has no fp16 on this CPU",
+        (f"--fp16 --deepspeed {ROOT}/ds_configs/zero3.json", CPU, 2),
+        (f"--fp16 --deepspeed {ROOT}/ds_configs/zero3.json", VOLTA, 2),
+    ),
     Rule("--tf32", "info", "has no effect without", ("--tf32", VOLTA, 2), ("--tf32", AMPERE, 8)),
     Rule(
         "--attn_implementation",
@@ -337,7 +344,9 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     limit.write_text("1073741824\n")
     monkeypatch.setattr("harness.machine._CGROUP_LIMITS", (limit, tmp_path / "none"))
     machine = detect_machine({"CUDA_VISIBLE_DEVICES": ""})
-    assert machine == Machine((), len(os.sched_getaffinity(0)), 1073741824)
+    assert (machine.gpus, machine.num_cpus, machine.host_memory_bytes) == ((), len(os.sched_getaffinity(0)), 1073741824)
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert machine.cpu_has_fp16 == bool(flags & {"avx512_fp16", "avx_ne_convert"})
     limit.write_text("max\n")
     assert detect_machine({"CUDA_VISIBLE_DEVICES": ""}).host_memory_bytes > 1073741824 or os.environ.get("CI")
     assert Machine().supports_bf16 and not VOLTA.supports_bf16 and VOLTA.min_gpu_memory_bytes == 16 * GIB

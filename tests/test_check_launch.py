@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.check_launch import check_environment, check_launch, parse_launch, read_hostfile
+from harness.check_launch import check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
 from harness.findings import UserError
 from tests.checking import AMPERE, ROOT, Rule, check_both, rule_id
 
@@ -76,13 +76,21 @@ LAUNCH_RULES = [
         "torchrun --nproc_per_node 2 -m harness.run_clm",
     ),
     Rule("--hostfile", "error", "cannot read", f"deepspeed --hostfile /no/such {SCRIPT}", f"deepspeed {SCRIPT}"),
-    Rule("--master_port", "error", "70000 is no port", f"deepspeed --master_port 70000 {SCRIPT}", f"deepspeed --master_port 0 {SCRIPT}"),
+    Rule("--master_port", "error", "70000 is no port", f"deepspeed --master_port 70000 {SCRIPT}", f"deepspeed {SCRIPT}"),
     Rule(
         "--master_port",
         "error",
         "each of the 2 machines",
         f"torchrun --nnodes 2 --master_port 0 {SCRIPT}",
-        f"torchrun --nnodes 1 --master_port 0 {SCRIPT}",
+        f"torchrun --nnodes 2 {SCRIPT}",
+    ),
+    Rule("--master_port", "error", "the ranks never meet", f"deepspeed --master_port 0 {SCRIPT}", f"deepspeed {SCRIPT}"),
+    Rule(
+        "--main_process_port",
+        "error",
+        "each of the 2 machines",
+        f"accelerate launch --num_machines 2 --main_process_port 0 {SCRIPT}",
+        f"accelerate launch --main_process_port 0 {SCRIPT}",
     ),
 ]
 
@@ -239,3 +247,14 @@ ENVIRONMENT_RULES = [
 @pytest.mark.parametrize("rule", ENVIRONMENT_RULES, ids=rule_id)
 def test_environment_rules(rule: Rule) -> None:
     check_both(rule, check_environment)
+
+
+def test_lock_of_a_killed_build_is_found_and_one_in_use_is_not(tmp_path: Path) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    assert check_build_locks(environ) == []
+    lock = tmp_path / "py311_cpu" / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    with open(lock, "w"):
+        assert check_build_locks(environ) == []  # the build goes on
+    (finding,) = check_build_locks(environ)
+    assert finding.severity == "warning" and "cpu_adam" in finding.message and finding.fix == f"rm {lock}"
