@@ -109,6 +109,7 @@ def build(request: ProbeRequest) -> Any:
         UserError: no such model, not a causal LM, impossible sizes.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -116,16 +117,18 @@ def build(request: ProbeRequest) -> Any:
     from harness.modeling import isolate_packed_documents, load_config
 
     is_file = request.model is not None and request.model.endswith(".json")
-    config = load_config(
-        ModelArguments(
-            model_name_or_path=None if is_file else request.model,
-            config_name=request.model if is_file else None,
-            model_type=request.model_type,
-            config_overrides=request.config_overrides,
-            cache_dir=request.cache_dir,
-            trust_remote_code=request.trust_remote_code,
-        )
+    arguments = ModelArguments(
+        model_name_or_path=None if is_file else request.model,
+        config_name=request.model if is_file else None,
+        model_type=request.model_type,
+        config_overrides=request.config_overrides,
+        cache_dir=request.cache_dir,
+        trust_remote_code=request.trust_remote_code,
     )
+    try:
+        config = load_config(arguments)
+    except StrictDataclassError as error:  # transformers' own checks of a config's values
+        raise user_error("--model", f"impossible config: {error.__cause__ or error}", "correct the model's config.json") from None
     check_config(config)
     attention = request.attention if request.attention in ("sdpa", "eager") else "sdpa"
     isolate_packed_documents()
