@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step, trained
 from harness.findings import user_error
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
@@ -73,7 +73,7 @@ class FsdpEngine:
 
     def __init__(self, build: Build, template: FsdpTemplate) -> None:
         self.name = "fsdp"
-        self.build, self.settings, self.template = build, build.settings, template
+        self.build, self.settings, self.template, self.lora = build, build.settings, template, build.lora
         self.coordinator = build.coordinator
         self.device = build.coordinator.device
         train = build.args.train
@@ -172,8 +172,8 @@ class FsdpEngine:
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))
 
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
+    def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in trained(self.module, trainable_only):
             yield name, parameter.detach().to(self.device).full_tensor()
 
     def apply(self, settings: MemorySettings) -> bool:
