@@ -206,6 +206,7 @@ class _Passage:
         self.copies = boundaries.copies
         self.pause, self.cut = pause, cut
         self.stretches = [_Stretch(boundaries.input_device)]
+        self._current: Device | None = None  # in the thread of the forward
         self._moved: dict[tuple[int, Device], tuple[Tensor, Tensor]] = {}  # the first of each pair is kept: its id must stay its own
 
     def enter(self, device: Device, cost: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -231,8 +232,9 @@ class _Passage:
         for copy, event in started:
             self.copies.finish(copy, event)
         self.stretches[-1].cost += cost
-        if isinstance(device, int) and torch.cuda.is_available():
+        if device != self._current and isinstance(self.copies, CudaCopies):
             torch.cuda.set_device(device)  # kernels written in Triton run on the current device, not on their tensors'
+        self._current = device
         return args, kwargs
 
     def _move(self, value: Tensor, device: Device, started: list[tuple[Tensor, Any]]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from harness.findings import UserError, has_errors
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.model_units import MapJob, check_device_map, device_of, find_units
-from harness.modeling import documents, fill, max_positions, num_parameters, set_activation_checkpointing
+from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.partition import Device
 from harness.pipeline import Pipeline
@@ -42,6 +42,36 @@ def map_job(args: Arguments, config: Any, settings: MemorySettings, precision: s
     )
 
 
+def fill_placed(empty: EmptyModel, device_map: Mapping[str, Device]) -> Any:
+    """The model filled block by block on the first card, each block going on to its own before the next is made.
+
+    So its values are those that one card would have, and no device ever holds more than its share and one block.
+
+    Raises:
+        UserError: the map leaves a module out, cuts a block, or separates tied weights.
+    """
+    problems = check_device_map(empty.model, device_map, -1)
+    if has_errors(problems):
+        raise UserError(problems)
+    first = torch_device(min(device_map.values(), key=lambda device: (isinstance(device, str), device)))
+
+    def move(name: str, unit: nn.Module) -> None:
+        device = device_of(device_map, name) if name else None
+        if device is not None:
+            unit.to(torch_device(device))
+            return
+        for part in find_units(unit):
+            place = device_of(device_map, part.names[0])
+            assert place is not None
+            for member in part.names:
+                unit.get_submodule(member).to(torch_device(place))
+
+    model = fill(empty, first, shard=move)
+    if first.type == "cuda":
+        torch.cuda.empty_cache()  # what the blocks of other cards took on their way through this one
+    return model
+
+
 class DeviceMapEngine:
     """Trains a model whose parts sit on several cards of this process."""
 
@@ -57,7 +87,7 @@ class DeviceMapEngine:
         self.choice: MapChoice = device_map_for(build.args, config, job, weights)
         if self.settings.in_flight_micro_batches == 0 and self.choice.in_flight < build.args.train.gradient_accumulation_steps:
             self.settings = self.settings.replace(in_flight_micro_batches=self.choice.in_flight)
-        self.module: Any = self._placed()
+        self.module: Any = fill_placed(build.empty_model, self.choice.device_map)
         install_loss(self.module, build.settings.loss_chunk_size)
         set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
         self.module.train()
@@ -69,30 +99,6 @@ class DeviceMapEngine:
         self.dtype = compute_dtype(build.precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
         self.skipped = torch.zeros((), device=self.device)
-
-    def _placed(self) -> Any:
-        """The model filled block by block, each block going on to its own device before the next is made."""
-        empty = self.build.empty_model
-        problems = check_device_map(empty.model, self.choice.device_map, -1)
-        if has_errors(problems):
-            raise UserError(problems)
-        first = torch_device(min((device for device in self.choice.device_map.values()), key=str))
-
-        def move(name: str, unit: nn.Module) -> None:
-            device = device_of(self.choice.device_map, name) if name else None
-            if device is not None:
-                unit.to(torch_device(device))
-                return
-            for part in find_units(unit):
-                place = device_of(self.choice.device_map, part.names[0])
-                assert place is not None
-                for member in part.names:
-                    unit.get_submodule(member).to(torch_device(place))
-
-        model = fill(empty, first, shard=move)
-        if first.type == "cuda":
-            torch.cuda.empty_cache()  # what the blocks of other cards took on their way through this one
-        return model
 
     def _compute_in_dtype(self) -> None:
         """Turns autocast on for this thread.
