@@ -7,6 +7,8 @@ save fail, with its reason in the log, and nothing else.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -33,6 +35,20 @@ class SavesAndLoads(Protocol):
     def load(self, directory: Path) -> None: ...
 
 
+def _rng_name(process_index: int) -> str:
+    return f"rng-{process_index}.json"
+
+
+def _one_line(error: BaseException) -> str:
+    """An error as one line; of the exception that collects those of all ranks, the first."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (first, _) = next(iter(failures.items()))
+        return f"rank {rank}: {_one_line(first)}"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 class PendingSave:
     """One save that is being written by threads."""
 
@@ -57,11 +73,11 @@ class PendingSave:
             marks.wait("written", timeout_s)
             marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
         except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
-            try:
+            self.error = _one_line(error)
+            # On a full disk there is room for the mark when this rank takes something of its own away.
+            (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # else the main process gives up by its time limit
                 marks.leave("failed", self.error)
-            except OSError:
-                pass  # no room even for the mark: the main process gives up by its time limit
 
     def _finish(self, timeout_s: float, on_complete: Callable[[Path], None]) -> None:
         marks = self.marks
@@ -71,7 +87,7 @@ class PendingSave:
             files.complete(marks.folder, self.final, shares)
             on_complete(self.final)
         except Exception as error:
-            self.error = f"{error}"
+            self.error = _one_line(error)
             shutil.rmtree(marks.folder, ignore_errors=True)
 
     def is_running(self) -> bool:
@@ -90,6 +106,7 @@ class Checkpointer:
         engine: what is saved.
         keep: `--save_total_limit`.
         state_bytes: size of one checkpoint over all ranks, to check the disk before.
+        model_files: folder with the model's config and tokenizer, copied into each checkpoint so that it can be exported alone.
         on_event: called on the main process with (event, fields) for the log of metrics.
     """
 
@@ -101,11 +118,13 @@ class Checkpointer:
         *,
         keep: int | None = None,
         state_bytes: int = 0,
+        model_files: Path | None = None,
         on_event: Callable[..., None] = lambda event, **fields: None,
     ) -> None:
         self.output_dir, self.engine, self.coordinator = output_dir, engine, coordinator
-        self.keep, self.state_bytes, self.on_event = keep, state_bytes, on_event
+        self.keep, self.state_bytes, self.model_files, self.on_event = keep, state_bytes, model_files, on_event
         self.pending: PendingSave | None = None
+        self.writing: list[Future[None]] = []
         self.last_complete: Path | None = None
         self.best: Path | None = None
         self.timeout_s = coordinator.timeout_s
@@ -131,27 +150,40 @@ class Checkpointer:
         if problem:
             self._report_failure(step, problem)
             return False
-        self.pending = PendingSave(step, marks, self.output_dir / name)
-        problem = None
-        try:
-            if self.coordinator.is_main_process:
-                files.write_json(folder / files.STATE_FILE, trainer_state)
-            files.write_json(folder / f"rng-{self.coordinator.process_index}.json", files.random_state())
-            written = self.engine.save(folder / files.ENGINE_FOLDER)
-        except OSError as error:
-            problem = f"rank {self.coordinator.process_index}: {error}"
-        problems = [reason for reason in self.coordinator.gather(problem) if reason]
-        if problems:
-            self.pending = None
+        # Two agreements: in what the engine does all ranks take part, so none may stay out because its first file could not be written.
+        problem = self._first_problem(lambda: self._write_states(folder, trainer_state))
+        if problem is None:
+            problem = self._first_problem(lambda: self._start_engine(folder))
+        if problem:
             if self.coordinator.is_main_process:
                 shutil.rmtree(folder, ignore_errors=True)
-            self._report_failure(step, problems[0])
+            self._report_failure(step, problem)
             return False
-        self.pending.start(written, self.timeout_s, lambda path: self._completed(path, step, started))
+        self.pending = PendingSave(step, marks, self.output_dir / name)
+        self.pending.start(self.writing[-1], self.timeout_s, lambda path: self._completed(path, step, started))
         stood_still_s = time.monotonic() - started
         log.debug("checkpoint of step %d: training stood still for %.2f s", step, stood_still_s)
         self.on_event("save_started", step=step, stood_still_s=round(stood_still_s, 3))
         return self.finish() if wait else True
+
+    def _first_problem(self, act: Callable[[], None]) -> str | None:
+        """Runs something on every rank; the first rank's reason why it could not, the same on all."""
+        problem = None
+        try:
+            act()
+        except OSError as error:
+            problem = f"rank {self.coordinator.process_index}: {_one_line(error)}"
+        return next((reason for reason in self.coordinator.gather(problem) if reason), None)
+
+    def _write_states(self, folder: Path, trainer_state: dict[str, Any]) -> None:
+        if self.coordinator.is_main_process:
+            files.write_json(folder / files.STATE_FILE, trainer_state)
+            if self.model_files is not None:
+                shutil.copytree(self.model_files, folder / files.MODEL_FOLDER)
+        files.write_json(folder / _rng_name(self.coordinator.process_index), files.random_state())
+
+    def _start_engine(self, folder: Path) -> None:
+        self.writing.append(self.engine.save(folder / files.ENGINE_FOLDER))
 
     def _prepare(self, folder: Path) -> str | None:
         """Main process: makes the temporary folder and looks at the disk. Returns what is wrong, if anything."""
@@ -179,10 +211,15 @@ class Checkpointer:
 
     def finish(self) -> bool:
         """Waits for the save that is being written; called on all ranks. Returns False when it failed."""
+        if self.pending is not None:
+            self.pending.join()
+        for future in self.writing:  # also of a save that was given up: its copies in host memory are still being read
+            with contextlib.suppress(Exception):  # reported by PendingSave, or given up already
+                future.result()
+        self.writing.clear()
         if self.pending is None:
             return True
         pending, self.pending = self.pending, None
-        pending.join()
         errors = [error for error in self.coordinator.gather(pending.error) if error]
         if errors:
             self._report_failure(pending.step, errors[0])
@@ -229,8 +266,6 @@ class Checkpointer:
         """Restores engine and random states; called on all ranks."""
         self.engine.load(folder / files.ENGINE_FOLDER)
         rng = folder / f"rng-{self.coordinator.process_index}.json"
-        import json
-
         if rng.exists():
             files.restore_random_state(json.loads(rng.read_text(encoding="utf-8")))
         self.last_complete = folder

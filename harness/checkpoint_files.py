@@ -4,6 +4,7 @@
       trainer_state.json   step, epoch, tokens, best metric, what the run was
       rng-<rank>.json      random states of one rank
       state/               the engine's own files
+      model/               the model's config and tokenizer
       manifest.json        size and sha256 of every file above
       COMPLETE             last; without it the folder is not used
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-MANIFEST, COMPLETE, STATE_FILE, ENGINE_FOLDER = "manifest.json", "COMPLETE", "trainer_state.json", "state"
+MANIFEST, COMPLETE, STATE_FILE, ENGINE_FOLDER, MODEL_FOLDER = "manifest.json", "COMPLETE", "trainer_state.json", "state", "model"
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _MARKS = ".marks"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import heapq
 import json
+import logging
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,26 +13,58 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from harness.coordination import Coordinator
+
+log = logging.getLogger("harness")
 
 EXTRA = "engine.json"
 
 
-def _model_state(module: nn.Module) -> dict[str, Any]:
-    return get_model_state_dict(module)
+@functools.cache
+def _pinned_stager() -> DefaultStager:
+    """Copies to page-locked host memory that is allocated at the first save and used again, without waiting between tensors."""
+    return DefaultStager(StagingOptions(True, False, False, True))  # pinned, not shared, not in a thread, non-blocking
+
+
+def own_share(state: dict[str, Any], process_index: int, num_processes: int) -> dict[str, Any]:
+    """Of what every rank holds whole (DDP's tensors), this rank's part of the copying and writing; shards and plain values stay.
+
+    Args:
+        state: {"model": {name: value}, "optimizer": {name: value}}.
+    """
+    whole = [
+        (-value.numel() * value.element_size(), part, name)
+        for part, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor) and not isinstance(value, DTensor)
+    ]
+    loads = [(0, rank) for rank in range(num_processes)]
+    others = set()
+    for size, part, name in sorted(whole):  # largest first, each to the rank with the least so far
+        load, rank = heapq.heappop(loads)
+        heapq.heappush(loads, (load - size, rank))
+        if rank != process_index:
+            others.add((part, name))
+    return {part: {name: value for name, value in values.items() if (part, name) not in others} for part, values in state.items()}
 
 
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    return {"model": _model_state(module), "optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
+    # What never changes (the base under adapters) comes from the model's own files again.
+    options = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
+    return {
+        "model": get_model_state_dict(module, options=options),
+        "optimizer": get_optimizer_state_dict(module, optimizer, options=options),
+    }
 
 
 def save(
@@ -40,11 +75,41 @@ def save(
     Uses the coordinator's own gloo group for checkpoints: on the default group it would interleave with the training's collectives.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    if coordinator.is_main_process:
-        (directory / EXTRA).write_text(json.dumps(extra), encoding="utf-8")
+    state = own_share(_state(module, optimizer), coordinator.process_index, coordinator.num_processes)
+    options: dict[str, Any] = {"checkpoint_id": str(directory), "process_group": coordinator.checkpoint_group}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return checkpoint.async_save(_state(module, optimizer), checkpoint_id=str(directory), process_group=coordinator.checkpoint_group)  # type: ignore[return-value]
+        written = _save_from_gpu(state, options) if coordinator.device.type == "cuda" else checkpoint.async_save(state, **options)
+    # After the start of the writing, in which all ranks take part: a full disk must not keep one of them out of it.
+    if coordinator.is_main_process:
+        (directory / EXTRA).write_text(json.dumps(extra), encoding="utf-8")
+    return written  # type: ignore[return-value]
+
+
+def _save_from_gpu(state: dict[str, Any], options: dict[str, Any]) -> Any:
+    try:
+        staged = _pinned_stager().stage(state)
+    except RuntimeError as error:  # a limit on locked memory
+        log.warning(
+            "checkpoints go through ordinary host memory, which is slower: %s", str(error).splitlines()[0], extra={"all_ranks": True}
+        )
+        return checkpoint.async_save(state, **options)
+    return checkpoint.async_save(staged, async_stager=_Staged(), **options)
+
+
+class _Staged:
+    """For `async_save`: what it gets has been copied already."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: Any) -> Any:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, coordinator: Coordinator) -> dict[str, Any]:

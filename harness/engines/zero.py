@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,17 +15,29 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from harness.batches import MicroBatch, StepBatch
 from harness.build_locks import clear_stale_build_locks
 from harness.engines.base import Build, micro_batch_loss, trained
+from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 
 _TAG = "zero"
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "reduce",
+    "all_to_all_single",
+)
 
 log = logging.getLogger("harness")
 
@@ -35,10 +49,11 @@ class BackgroundCheckpointEngine(TorchCheckpointEngine):
         super().__init__()
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zero-checkpoint")
         self.pending: list[Future[None]] = []
+        self.copies = HostCopies()
 
     def save(self, state_dict: Any, path: str) -> None:
-        copy = tree_map(lambda item: item.detach().to("cpu", copy=True) if isinstance(item, Tensor) else item, state_dict)
-        self.pending.append(self.threads.submit(torch.save, copy, path))
+        # By file name, which is the same at every save: its memory is used again. The save before has been waited for.
+        self.pending.append(self.threads.submit(torch.save, self.copies.copy(Path(path).name, state_dict), path))
 
     def commit(self, info: Any) -> bool:
         return True
@@ -91,8 +106,11 @@ class ZeroEngine:
         )
         self.writer = BackgroundCheckpointEngine()
         self.engine.checkpoint_engine = self.writer
+        self.engine._copy_recovery_script = lambda path: None  # `harness export` does its work
         self.num_bad_losses = 0
         self.bad_loss = False
+        self.in_step = False
+        self.resettable = not any(key in ds_config["zero_optimization"] for key in ("offload_optimizer", "offload_param"))
         self.engine.train()
         assert self.engine.zero_optimization_stage() == self.stage, f"ZeRO-{self.stage} was asked for, DeepSpeed runs another stage"
 
@@ -119,16 +137,46 @@ class ZeroEngine:
         if self.coordinator.num_processes > 1:
             torch.distributed.broadcast(tensor, src=0)
 
+    def install_votes(self, check: Callable[[], None]) -> None:
+        """Votes before each collective that DeepSpeed launches in a step; they all go through one object of its."""
+        from deepspeed.comm import comm
+
+        if self.coordinator.num_processes == 1:
+            return
+        for name in _COLLECTIVES:
+            original = getattr(comm.cdb, name, None)
+            if original is not None:
+                setattr(comm.cdb, name, self._voted(original, check))
+
+    @contextlib.contextmanager
+    def _voting(self) -> Iterator[None]:
+        """Collectives inside are voted on; those of updates, saves and exports are not."""
+        self.in_step = True
+        try:
+            yield
+        finally:
+            self.in_step = False
+
+    def _voted(self, original: Callable[..., Any], check: Callable[[], None]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if self.in_step:
+                check()
+            return original(*args, **kwargs)
+
+        return collective
+
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         total = torch.zeros((), device=self.device)
         # DeepSpeed averages gradients over ranks; the loss is a sum over all ranks' tokens.
         scale = self.coordinator.num_processes / max(num_label_tokens, 1)
         micros = batch.micro_batches(self.settings.micro_batch_size)
-        for index, micro in enumerate(micros):
-            self.engine.set_gradient_accumulation_boundary(index == len(micros) - 1)
-            loss = micro_batch_loss(self.engine, micro, self.device)
-            self.engine.backward(loss * scale, scale_wrt_gas=False)
-            total += loss.detach()
+        with self._voting():
+            for index, micro in enumerate(micros):
+                self.engine.set_gradient_accumulation_boundary(index == len(micros) - 1)
+                loss = micro_batch_loss(self.engine, micro, self.device)
+                self.engine.backward(loss * scale, scale_wrt_gas=False)
+                total += loss.detach()
         # DeepSpeed reads the device many times a step, so one more costs nothing.
         self.bad_loss = not math.isfinite(float(total))
         return total
@@ -187,7 +235,8 @@ class ZeroEngine:
     def eval_loss(self, micro: MicroBatch) -> Tensor:
         self.engine.eval()
         try:
-            return micro_batch_loss(self.engine, micro, self.device)
+            with self._voting():
+                return micro_batch_loss(self.engine, micro, self.device)
         finally:
             self.engine.train()
 
@@ -242,4 +291,5 @@ class ZeroEngine:
 
     def close(self) -> None:
         self.writer.threads.shutdown(wait=True)
+        self.writer.copies.close()
         self.engine.destroy()
