@@ -146,6 +146,10 @@ class TrainArguments:
     gradient_checkpointing: Optional[bool] = _field(None, "Same as --activation_checkpointing full.")
     loss_chunk_size: int = _field(1024, "Tokens whose logits exist at once in the loss; 0: all at once.")
     nan_policy: str = _choice("skip", ["skip", "stop"], "An update with a NaN or infinite gradient: skip it, or stop the run.")
+    no_oom_recovery: bool = _field(False, "End the run at the first out-of-memory instead of going on under smaller settings.")
+    oom_ladder: list[str] = _field(
+        [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
+    )
     max_nan_steps: int = _field(20, "With nan_policy skip: stop after this many such steps in a row.")
 
     deepspeed: Optional[str] = _field(None, "DeepSpeed JSON: the engine is ZeRO.")
@@ -165,6 +169,7 @@ class TrainArguments:
     logging_first_step: bool = _field(False, "Log the first step too.")
     report_to: list[str] = _field(["none"], "tensorboard, wandb, mlflow, comet_ml, ... through accelerate's trackers; none.")
     run_name: Optional[str] = _field(None, "Name of the run in the trackers.")
+    gpu_monitor_interval_s: float = _field(10.0, "Seconds between looks at the GPUs (use, memory, power, temperature); 0: none.")
     disable_tqdm: Optional[bool] = _field(None, "No progress bar. Default: a bar only on a terminal.")
     debug: bool = _field(False, "Show tracebacks for wrong input too, and log at debug level.")
 
@@ -464,7 +469,7 @@ def resolve(args: Arguments) -> Arguments:
             bad("target_batch_size", f"must be at least 1, not {train.target_batch_size}")
         if "gradient_accumulation_steps" in args.typed:
             bad("target_batch_size", "sets the accumulation, and --gradient_accumulation_steps was given too", "keep one of the two")
-    for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "adam_epsilon"):
+    for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "adam_epsilon", "gpu_monitor_interval_s"):
         if not getattr(train, name) >= 0:
             bad(name, f"must not be negative, but is {getattr(train, name)}")
     for name in ("adam_beta1", "adam_beta2"):

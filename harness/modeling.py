@@ -529,6 +529,7 @@ def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> boo
     return True
 
 
-def num_parameters(model: nn.Module) -> int:
-    """Parameters of the model, tied ones once, sharded ones whole."""
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+    """Parameters of the model (or those that train), tied ones once, sharded ones whole."""
+    counted = (parameter for parameter in model.parameters() if parameter.requires_grad or not trainable_only)
+    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in counted)
