@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files, modeling, run_folder
+from harness import checkpoint_files, modeling, monitor, run_folder
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.checkpoint import Checkpointer
@@ -130,11 +130,13 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         engine,
         coordinator,
         keep=args.train.save_total_limit,
-        state_bytes=12 * modeling.num_parameters(engine.module),
+        state_bytes=12 * modeling.num_parameters(engine.module, trainable_only=True),
         on_event=metrics.event,
     )
     trainer = _trainer(args, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config)
     _resume(args, trainer, checkpointer, coordinator, metrics)
+    watcher = _watch_gpus(args, coordinator, metrics, trainer)
+    status = "failed"
     try:
         with phase("training"):
             finished = trainer.train()
@@ -143,8 +145,11 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             if args.train.save_final:
                 with phase("export"):
                     _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state)
+        status = "finished" if finished else "preempted"
     finally:
-        metrics.close()
+        if watcher is not None:
+            watcher.stop()
+        metrics.close(status)
         engine.close()
     if coordinator.is_main_process:
         _say_where(folder, finished)
@@ -284,6 +289,16 @@ def _trainer(
     return trainer
 
 
+def _watch_gpus(args: Arguments, coordinator: Coordinator, metrics: MetricsLog, trainer: Trainer) -> monitor.GpuMonitor | None:
+    """Samples the main process's node into metrics.jsonl, in a thread that has nothing to do with training."""
+    if not coordinator.is_main_process or coordinator.device.type != "cuda" or not args.train.gpu_monitor_interval_s:
+        return None
+    watcher = monitor.GpuMonitor(
+        lambda row: metrics.log(row, kind="gpu"), interval_s=args.train.gpu_monitor_interval_s, step=lambda: trainer.state.step
+    )
+    return watcher if watcher.start() else None
+
+
 def _adapter_check(engine: Engine, coordinator: Coordinator) -> Callable[[], bool] | None:
     """With LoRA: a check, after the first update that was made, that every adapter trains."""
     if engine.lora is None:
@@ -317,10 +332,9 @@ def _evaluation_batches(
 
 def _flops(engine: Engine, config: Any, prepared: Any, coordinator: Coordinator) -> tuple[float, float | None]:
     """Model FLOPs per token and this device's peak FLOP/s, for MFU."""
-    from harness import monitor
-
     sequence = int(getattr(prepared.train, "longest", 0) or 0)
-    flops = monitor.model_flops_per_token(config, sequence, modeling.num_parameters(engine.module))
+    trained = modeling.num_parameters(engine.module, trainable_only=True)
+    flops = monitor.model_flops_per_token(config, sequence, modeling.num_parameters(engine.module), trained)
     name = torch.cuda.get_device_name(coordinator.device) if coordinator.device.type == "cuda" else ""
     return flops, monitor.peak_flops(name)
 
