@@ -248,14 +248,16 @@ def parse_gpus(text: str) -> list[int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="harness.device_maps", description="Plan a device map without GPUs.", allow_abbrev=False)
-    parser.add_argument("--model", required=True, help="config.json, model folder or hub name")
+    parser.add_argument("--model", "--model_name_or_path", required=True, help="config.json, model folder or hub name")
+    parser.add_argument("--engine", choices=["device_map"], default="device_map", help="the only one for unequal cards in one process")
     parser.add_argument("--gpus", required=True, help="memory of each card: 24GB,24GB,12GB or 4x80GB")
     parser.add_argument("--device_map", "--device-map", default="dynamic", help="strategy, or a map as JSON")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"], help="dtype of the weights")
     parser.add_argument("--inference", action="store_true", help="weights only: nothing trains")
     parser.add_argument("--lora_r", "--lora-r", type=int, default=None, help="r of LoRA adapters: only they train")
     parser.add_argument("--block_size", "--block-size", type=int, default=1024, help="tokens per sample")
-    parser.add_argument("--micro_batch_size", "--micro-batch-size", type=int, default=1, help="samples per micro-batch")
+    batch = ["--per_device_train_batch_size", "--per-device-train-batch-size", "--micro_batch_size", "--micro-batch-size"]
+    parser.add_argument(*batch, dest="micro_batch_size", type=int, default=1, help="samples per micro-batch")
     parser.add_argument("--in_flight_micro_batches", "--in-flight-micro-batches", type=int, default=8, help="micro-batches in flight")
     parser.add_argument("--activation_checkpointing", "--activation-checkpointing", choices=["none", "full"], default="none")
     parser.add_argument("--loss_chunk_size", "--loss-chunk-size", type=int, default=1024, help="tokens whose logits exist at once")

@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trust_remote_code", action="store_true", help="run model code that comes with the model")
     add("--engine", default="auto", choices=[*ENGINES, "auto"], help="auto compares all that several processes can use")
     add("--num_gpus", "--num_processes", dest="num_gpus", type=int, help="cards of the whole job (default: this machine's)")
+    add("--gpus", help="memory of each card, 24GB,24GB,12GB: plans the device map of one process; its other flags: --gpus 1GB --help")
     add("--gpus_per_node", type=int, default=8, help="cards of one machine, where the job has several")
     add("--gpu", help=f"kind of card: {', '.join(CARDS)} (default: this machine's)")
     add("--gpu_memory", help="memory of one card: 80GB as on its label, or exactly: 79.1GiB")
@@ -400,9 +401,14 @@ def to_json(measured: Measured, hardware: Hardware, plans: Sequence[tuple[str, E
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a plan. Returns 0, 1 where nothing fits, 2 for wrong input."""
+    """Prints a plan. Returns 0, 1 where nothing fits, 2 for wrong input. With --gpus it is a device map's, for unequal cards."""
+    tokens = list(sys.argv[1:] if argv is None else argv)
+    if any(token.split("=", 1)[0] == "--gpus" for token in tokens):
+        from harness import device_maps
+
+        return device_maps.main(tokens)
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = parse(tokens)
         measured, hardware, plans = make_plans(options, detect_machine())
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)

@@ -52,7 +52,7 @@ def _train(engine: Any, steps: list[StepBatch]) -> list[float]:
 def test_losses_are_those_of_plain_training(tmp_path: Path, depth: str) -> None:
     plain = _build("ddp", _args(tmp_path))
     mapped = _build("device_map", _args(tmp_path, "--device_map", "cpu", "--in_flight_micro_batches", depth))
-    assert mapped.settings.in_flight_micro_batches == int(depth)
+    assert mapped.settings.in_flight_micro_batches == (int(depth) or 4)
     steps = _steps(3)
     assert _train(mapped, steps) == pytest.approx(_train(plain, copy.deepcopy(steps)), rel=1e-6)
     weights = dict(plain.full_weights())
@@ -94,3 +94,20 @@ def test_weights_stay_where_the_map_says_and_unplaceable_ones_are_refused(tmp_pa
         _build("device_map", _args(tmp_path, "--device_map", '{"model": 0, "lm_head": 0}'))
     with pytest.raises(UserError, match="from where they cannot be trained"):
         _build("device_map", _args(tmp_path, "--device_map", '{"model": "cpu", "lm_head": "disk"}'))
+
+
+def test_one_process_with_several_cards_uses_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.coordination import Coordinator
+    from harness.engines.build import spread_over_cards
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    args = _args(tmp_path)
+    card, host = torch.device("cuda", 0), torch.device("cpu")
+    assert spread_over_cards("ddp", args, Coordinator(1, 0, 0, 1, host, "gloo", 60.0)) == "ddp"
+    assert spread_over_cards("ddp", args, Coordinator(2, 0, 0, 2, card, "gloo", 60.0)) == "ddp"
+    assert spread_over_cards("fsdp", args, Coordinator(1, 0, 0, 1, card, "gloo", 60.0)) == "fsdp" and args.maps.device_map is None
+    assert spread_over_cards("ddp", args, Coordinator(1, 0, 0, 1, card, "gloo", 60.0)) == "device_map"
+    assert args.maps.device_map == "dynamic"
+    monkeypatch.setenv("WORLD_SIZE", "1")  # a launcher was asked for one process
+    assert spread_over_cards("ddp", _args(tmp_path), Coordinator(1, 0, 0, 1, card, "gloo", 60.0)) == "ddp"

@@ -25,6 +25,7 @@ from harness.placement import (
     placement_lines,
     placing,
 )
+from harness.planner import main as harness_plan
 
 GB = 10**9
 
@@ -319,6 +320,9 @@ def test_a_plan_needs_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert text.count("\nGPU ") == 3 and "micro-batches in flight" in text
     assert main(["--model", str(tmp_path / "config.json"), "--gpus", "24Gb,x", "--block_size", "64"]) == 2
     assert "'x' is not a size" in capsys.readouterr().err
+    flags = ["--engine", "device_map", "--gpus=2x24GB", "--model", str(tmp_path / "config.json"), "--block_size", "64"]
+    assert harness_plan([*flags, "--per_device_train_batch_size", "2"]) == 0
+    assert capsys.readouterr().out.count("\nGPU ") == 2
     assert parse_gpus("2x80GB,1GB") == [80 * GB, 80 * GB, GB]
 
 

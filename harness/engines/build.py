@@ -49,6 +49,16 @@ def master_dtype(engine: str, precision: str, wanted: str | None = None, config:
     return dtype
 
 
+def spread_over_cards(engine: str, args: Arguments, coordinator: Coordinator) -> str:
+    """The engine of one process: started without a launcher on a machine with several GPUs, it uses all of them, by a device map."""
+    alone = coordinator.num_processes == 1 and "WORLD_SIZE" not in os.environ
+    if engine == "ddp" and alone and coordinator.device.type == "cuda" and torch.cuda.device_count() > 1:
+        log.info("one process and %d GPUs: --device_map dynamic (--device_map cuda:0 uses one)", torch.cuda.device_count())
+        args.maps.device_map = "dynamic"
+        return "device_map"
+    return engine
+
+
 def initial_settings(args: Arguments, engine: str) -> MemorySettings:
     """The memory settings that arguments and template ask for."""
     settings = MemorySettings(

@@ -21,7 +21,7 @@ from harness.loss import install_loss
 from harness.model_units import MapJob, check_device_map, device_of, find_units
 from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
-from harness.partition import Device
+from harness.partition import Device, format_gib
 from harness.pipeline import Pipeline
 from harness.placement import MapChoice, device_map_for, torch_device
 
@@ -85,9 +85,10 @@ class DeviceMapEngine:
         weights = build.empty_model.dtype if build.lora is None else compute_dtype(build.precision)
         job = map_job(build.args, config, build.settings, build.precision, weights)
         self.choice: MapChoice = device_map_for(build.args, config, job, weights)
-        if self.settings.in_flight_micro_batches == 0 and self.choice.in_flight < build.args.train.gradient_accumulation_steps:
+        if self.settings.in_flight_micro_batches == 0:  # a number, so that there is something to lower when memory runs out
             self.settings = self.settings.replace(in_flight_micro_batches=self.choice.in_flight)
         self.module: Any = fill_placed(build.empty_model, self.choice.device_map)
+        self._log_memory()
         install_loss(self.module, build.settings.loss_chunk_size)
         set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
         self.module.train()
@@ -99,6 +100,12 @@ class DeviceMapEngine:
         self.dtype = compute_dtype(build.precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
         self.skipped = torch.zeros((), device=self.device)
+
+    def _log_memory(self) -> None:
+        for card in sorted({device for device in self.choice.device_map.values() if isinstance(device, int)}):
+            log.info("GPU %d after loading: %s in use", card, format_gib(torch.cuda.memory_allocated(card)))
+        for name, parameter in self.module.named_parameters():
+            log.debug("%s on %s", name, parameter.device)
 
     def _compute_in_dtype(self) -> None:
         """Turns autocast on for this thread.
@@ -118,6 +125,9 @@ class DeviceMapEngine:
             "labels": micro.labels.to(end, non_blocking=True),
         }
         return inputs, None if micro.document_ids is None else micro.document_ids.to(start, non_blocking=True)
+
+    def install_votes(self, check: Callable[[], None]) -> None:
+        """One process has nobody to agree with."""
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         scale = 1.0 / max(num_label_tokens, 1)
