@@ -229,11 +229,15 @@ class Preparer:
                 rebuild=self.args.overwrite_cache and attempt == 0,
                 say=self.say,
             )
+            folder = None
             try:
-                store = TokenStore(self.cache / (pointer / "store").read_text(encoding="utf-8"))
+                folder = self.cache / (pointer / "store").read_text(encoding="utf-8")
+                store = TokenStore(folder)
                 break
-            except OSError:  # the store was deleted, or another process is making it anew at this moment
-                node_cache.discard(pointer)
+            except (OSError, ValueError):  # deleted, damaged, or being made anew by another process at this moment
+                for broken in (pointer, folder):
+                    if broken is not None:
+                        node_cache.discard(broken)
                 time.sleep(0.2 * attempt)
         else:
             raise user_error("--data_cache_dir", f"tokenised data in {self.cache} keeps disappearing", "choose another folder")
@@ -305,9 +309,10 @@ class Preparer:
         args, block_size = self.args, self.block_size
         report = _report_of(store)
         key = f"{args.packing}-{block_size}-{args.overlong}{'' if split is None else '-' + split.key()}"
+        # Not in the store's folder: were that made anew at this moment, the plan's folder would stand in its way.
         plan = node_cache.make_once(
-            store.folder / "plans",
-            key,
+            self.cache,
+            f"plan-{store.fingerprint}-{key}",
             lambda folder: token_store.write_plan(folder, store, split, block_size, args.packing, args.overlong),
             first=self.first,
             say=self.say,

@@ -260,7 +260,7 @@ class TokenizedDataset:
         self.lengths = _map(plan / "sample_lengths.bin", np.int32)[:number]
         self.num_documents = int(self._offsets[number])
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
-        self.fingerprint = f"{store.fingerprint}-{plan.name}-{number}{'' if isolate else '-joined'}"
+        self.fingerprint = f"{plan.name}-{number}{'' if isolate else '-joined'}"
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -97,13 +97,17 @@ def test_it_is_made_once_and_again_only_when_something_changed(tmp_path, monkeyp
     assert len(tokenized) == 5
 
 
-def test_a_deleted_store_is_made_again(tmp_path):
+def test_a_deleted_or_damaged_store_is_made_again(tmp_path):
     import shutil
 
     path = corpus(tmp_path / "a.jsonl", 20)
     first = prepare(tmp_path, train_file=[path])
-    shutil.rmtree(first.train.store.folder)
+    folder = first.train.store.folder
+    shutil.rmtree(folder)
     assert prepare(tmp_path, train_file=[path]).train.fingerprint == first.train.fingerprint
+    (folder / "meta.json").write_text("{")
+    again = prepare(tmp_path, train_file=[path]).train
+    assert [again[i]["input_ids"].tolist() for i in range(len(again))] == [first.train[i]["input_ids"].tolist() for i in range(len(again))]
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])

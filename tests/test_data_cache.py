@@ -154,3 +154,22 @@ def test_a_cache_that_cannot_be_written_is_the_users_to_mend(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--data_cache_dir: cannot write tokenised data"):
         make_once(tmp_path / "file" / "cache", "x", builder(tmp_path / "log"))
+
+
+def test_ranks_that_all_ask_for_it_anew_end_with_the_same_data(tmp_path):
+    from harness.args import DataArguments
+    from harness.data import prepare_data
+    from tests.data_tokenizers import byte_tokenizer
+
+    (tmp_path / "a.txt").write_text("some text\n" * 200)
+    args = DataArguments(train_file=[str(tmp_path / "a.txt")], data_cache_dir=str(tmp_path / "cache"), block_size=64, overwrite_cache=True)
+    tokenizer = byte_tokenizer()
+
+    def prepare(first):
+        data = prepare_data(args, tokenizer, max_positions=64, seed=0, say=lambda line: None, is_local_main=first)
+        return data.train.fingerprint, [data.train[i]["input_ids"].sum().item() for i in range(len(data.train))]
+
+    expected = prepare(True)
+    for _ in range(3):
+        results = run_together([lambda first=first: prepare(first) for first in (True, False, False)])
+        assert [result for result, _ in results] == [expected] * 3
