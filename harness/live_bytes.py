@@ -22,8 +22,8 @@ class LiveBytes(TorchDispatchMode):
 
     Args:
         num_experts: of the model; torch's grouped product does not show it in the shapes of a weight gradient.
-        in_place_shape: autograd adds gradients of this shape into the one that is there. It does so with every real tensor that
-            nothing else refers to, but never with fake ones.
+        in_place_shape: gradients of this shape are added up as autograd does it with real tensors: the first two into a new one (the
+            first is a view of a transposed product), all others into that one. With fake ones it would make a new one each time.
 
     Attributes:
         live: bytes alive now.
@@ -39,6 +39,7 @@ class LiveBytes(TorchDispatchMode):
         self.flops = 0
         self.trace: list[int] = []
         self.marks: dict[str, tuple[int, int, int]] = {}
+        self._num_gradient_sums = 0
         self._seen: dict[int, Any] = {}
         self._ignored: list[Any] = []
 
@@ -71,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
         if func is _aten._grouped_mm.default:
             out = self._grouped_mm(args[0], args[1])
             self.flops += 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
-        elif func is _aten.add.Tensor and self._adds_gradients(args):
+        elif func is _aten.add.Tensor and self._adds_in_place(args):
             out = args[0].add_(args[1])
         else:
             out = func(*args, **kwargs)
@@ -81,9 +82,12 @@ class LiveBytes(TorchDispatchMode):
                 self._add(leaf)
         return out
 
-    def _adds_gradients(self, args: Any) -> bool:
+    def _adds_in_place(self, args: Any) -> bool:
         shape = self.in_place_shape
-        return shape is not None and isinstance(args[1], torch.Tensor) and args[0].shape == args[1].shape == shape
+        if shape is None or not isinstance(args[1], torch.Tensor) or not args[0].shape == args[1].shape == shape:
+            return False
+        self._num_gradient_sums += 1
+        return self._num_gradient_sums > 1
 
     def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Shape of torch's grouped product: its own shape function refuses float32, which the CUDA kernel takes."""

@@ -278,7 +278,7 @@ def closed_form_loss(shape: ModelShape, weights: Weights, chunk: int) -> LossMem
         extra = 0.0 if shape.plain_head else 4.0 * shape.vocab_size  # a soft cap keeps its own output and input
         return LossMemory((float(copies), 12.0 * shape.vocab_size + extra), flops, measured=False)
     gradient = width * head if shape.head_trainable else 0
-    peak = max(12.0 * chunk * shape.vocab_size + gradient, 2.0 * gradient + copies)
+    peak = max(12.0 * chunk * shape.vocab_size + gradient, 3.0 * gradient + copies)
     return LossMemory((peak, float(width * shape.hidden_size)), flops * 4 / 3, measured=False)
 
 

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max_live_parameters", type=int, help="zero3: elements (default: DeepSpeed's 1e9)")
     add("--use_liger_kernel", action="store_true", help="Liger's fused norms and feed-forward")
     add("--lora_r", type=int, help="r of LoRA adapters: the model itself is frozen")
-    add("--lora_target_modules", default="all-linear", help="modules with adapters, separated by commas")
+    add("--target_modules", nargs="+", default=["all-linear"], help="names of the layers that get an adapter")
     add("--lora_dropout", type=float, default=0.0)
     add("--snapshot", action="store_true", help="count two snapshots of each rank in host memory")
     add("--json", action="store_true", help="one JSON object")
@@ -210,13 +210,13 @@ def _requests(options: argparse.Namespace, engines: Sequence[EngineName]) -> lis
         weights = RunShape(engine, 1, 2, precision=options.precision).weights
         modes += [] if weights in modes else [weights]
     chunks = [options.loss_chunk_size] + ([] if options.loss_chunk_size else [1024])
-    targets = options.lora_target_modules
+    targets = options.target_modules
     lora = None
     if options.lora_r:
         lora = {
             "r": options.lora_r,
             "lora_dropout": options.lora_dropout,
-            "target_modules": targets if targets == "all-linear" else targets.split(","),
+            "target_modules": targets[0] if targets == ["all-linear"] else targets,
         }
     pinned = options.activation_checkpointing
     base = {
@@ -334,6 +334,7 @@ def _model_flags(options: argparse.Namespace) -> list[str]:
         flags.append(f"--config_overrides '{options.config_overrides}'")
     if options.lora_r:
         flags.append(f"--lora_r {options.lora_r}")
+        flags += [f"--target_modules {' '.join(options.target_modules)}"] if options.target_modules != ["all-linear"] else []
     if options.optim != "adamw_torch_fused":
         flags.append(f"--optim {options.optim}")
     return flags
