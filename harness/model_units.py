@@ -113,6 +113,19 @@ def _recording(owners: Mapping[str, nn.Module], order: list[str]) -> Iterator[No
             handle.remove()
 
 
+@contextlib.contextmanager
+def _eager_attention(config: Any) -> Iterator[None]:
+    """Within, masks are always made in full: whether SDPA could do without one depends on the mask's values."""
+    before = getattr(config, "_attn_implementation", None)
+    if before is not None:
+        config._attn_implementation = "eager"
+    try:
+        yield
+    finally:
+        if before is not None:
+            config._attn_implementation = before
+
+
 _orders: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], list[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -129,7 +142,7 @@ def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[s
     order: list[str] = []
     if all(tensor.device.type == "meta" for tensor in _tensors(model)):
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-        # No attention mask, and a cache: both other ways transformers reads values, which meta tensors have none of.
+        # No attention mask, a cache, eager attention: elsewhere transformers reads values, and meta tensors have none.
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
         config = getattr(model, "config", None)
         if getattr(config, "is_encoder_decoder", False):
@@ -137,7 +150,7 @@ def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[s
         training = model.training
         model.eval()
         try:
-            with _recording(owners, order), torch.no_grad():
+            with _eager_attention(config), _recording(owners, order), torch.no_grad():
                 model(**inputs)
         except Exception as error:  # a model's own code may refuse meta tensors; the order so far is still right
             log.debug("order of execution known up to %s: %s", order[-1] if order else "the start", error)

@@ -186,6 +186,7 @@ def _run_clm(folder: Path, text: Path, *flags: str) -> list[float]:
 
 
 def test_a_run_by_map_loses_as_a_run_on_one_card(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {number}: all work and no play makes number {number} a dull one" for number in range(4000)))
     single = _run_clm(tmp_path / "one", text, "--device_map", "cuda:0")
