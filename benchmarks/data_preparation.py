@@ -141,7 +141,8 @@ def main() -> None:
             tokens, wall_s, cpu_s = result["tokens"], result["wall_s"], result["cpu_s"]
             print(
                 f"{name:<8} {tokens:,} tokens in {wall_s:.1f} s: {tokens / wall_s / 1e6:.2f} M tokens/s, "
-                f"{num_bytes / wall_s / 1e6:.1f} MB/s, {tokens / cpu_s / 1e6:.3f} M tokens per second of processor time, peak {result['peak_uss_mib']:,.0f} MiB",
+                f"{num_bytes / wall_s / 1e6:.1f} MB/s, {tokens / cpu_s / 1e6:.3f} M tokens per second of processor time, "
+                f"peak {result['peak_uss_mib']:,.0f} MiB",
                 flush=True,
             )
 
