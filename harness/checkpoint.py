@@ -93,10 +93,6 @@ class PendingSave:
     def is_running(self) -> bool:
         return any(thread.is_alive() for thread in self.threads)
 
-    def join(self) -> None:
-        for thread in self.threads:
-            thread.join()
-
 
 class Checkpointer:
     """Writes and finds the checkpoints of one run.
@@ -127,6 +123,7 @@ class Checkpointer:
         self.writing: list[Future[None]] = []
         self.last_complete: Path | None = None
         self.best: Path | None = None
+        self.last_failure: str | None = None
         self.timeout_s = coordinator.timeout_s
         if coordinator.is_main_process:
             files.clean_temporary(output_dir)
@@ -146,7 +143,13 @@ class Checkpointer:
         name = files.checkpoint_name(step)
         folder = self.output_dir / f".tmp-{name}"
         marks = files.Marks(folder, self.coordinator.process_index, self.coordinator.num_processes)
-        problem = self.coordinator.broadcast(self._prepare(folder) if self.coordinator.is_main_process else None)
+        is_main = self.coordinator.is_main_process
+        # A request to stop may come at a step that was just saved. Writing it again would take the finished one away first.
+        final = self.output_dir / name
+        is_there = is_main and self.last_complete == final and (final / files.COMPLETE).exists()
+        is_there, problem = self.coordinator.broadcast((is_there, self._prepare(folder) if is_main and not is_there else None))
+        if is_there:
+            return True
         if problem:
             self._report_failure(step, problem)
             return False
@@ -159,7 +162,7 @@ class Checkpointer:
                 shutil.rmtree(folder, ignore_errors=True)
             self._report_failure(step, problem)
             return False
-        self.pending = PendingSave(step, marks, self.output_dir / name)
+        self.pending = PendingSave(step, marks, final)
         self.pending.start(self.writing[-1], self.timeout_s, lambda path: self._completed(path, step, started))
         stood_still_s = time.monotonic() - started
         log.debug("checkpoint of step %d: training stood still for %.2f s", step, stood_still_s)
@@ -187,9 +190,11 @@ class Checkpointer:
 
     def _prepare(self, folder: Path) -> str | None:
         """Main process: makes the temporary folder and looks at the disk. Returns what is wrong, if anything."""
+        if not self.output_dir.is_dir():  # not made again: whoever removed it may have given the name to another run
+            return f"{self.output_dir} is gone"
         try:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            folder.mkdir()
             free_bytes = shutil.disk_usage(folder).free
         except OSError as error:
             return str(error)
@@ -206,13 +211,16 @@ class Checkpointer:
         self.on_event("save", step=step, path=str(path), duration_s=round(time.monotonic() - started, 3))
 
     def _report_failure(self, step: int, reason: str) -> None:
+        self.last_failure = reason
         log.error("checkpoint of step %d was not written: %s. Older checkpoints are as they were; training goes on.", step, reason)
         self.on_event("save_failed", step=step, reason=reason)
 
     def finish(self) -> bool:
         """Waits for the save that is being written; called on all ranks. Returns False when it failed."""
         if self.pending is not None:
-            self.pending.join()
+            # Asking each other, not only their own threads, the ranks notice at once when one of them is gone.
+            while self.coordinator.max([float(self.pending.is_running())], "checkpoint being written")[0]:
+                time.sleep(0.02)
         for future in self.writing:  # also of a save that was given up: its copies in host memory are still being read
             with contextlib.suppress(Exception):  # reported by PendingSave, or given up already
                 future.result()

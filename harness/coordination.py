@@ -6,12 +6,13 @@ there is none, and it does not have to be in step with the collectives of a trai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,17 @@ class RankFilter(logging.Filter):
         return self.process_index == 0 or everywhere
 
 
+class LogFile(logging.FileHandler):
+    """A log file that may go away, or be on a full disk: then lines are on the console only, and the job goes on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # a file that is opened with the first line is opened outside of logging's own care
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> None:
     """Sends the `harness` logger to the console and, when given an output folder, to its train.log.
 
@@ -50,7 +62,7 @@ def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> Non
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr if rank else sys.stdout)]
     if output_dir is not None:
         # Appending in small writes is atomic enough for lines of several processes; a rank that only warns creates no file of its own.
-        handlers.append(logging.FileHandler(output_dir / "train.log", encoding="utf-8", delay=True))
+        handlers.append(LogFile(output_dir / "train.log", encoding="utf-8", delay=True))
     for handler in handlers:
         handler.addFilter(RankFilter(rank, size))
         is_file = isinstance(handler, logging.FileHandler)
@@ -150,6 +162,55 @@ class Coordinator:
             dist.destroy_process_group()
 
 
+def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
+    """Waits until all ranks are there. torch's own rendezvous would only say how many are missing.
+
+    Returns:
+        The job's store: of the launcher where it keeps one, else of rank 0.
+
+    Raises:
+        PeerFailedError: after `timeout_s`; names the ranks that did not come.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    limit = timedelta(seconds=timeout_s)
+    try:
+        server = dist.TCPStore(host, port, size, rank == 0 and not of_launcher, limit, wait_for_workers=False, multi_tenant=True)
+    except RuntimeError as error:
+        who = f"rank 0 cannot serve {host}:{port}" if rank == 0 else f"rank 0 was not there at {host}:{port} within {timeout_s:.0f} s"
+        raise PeerFailedError(f"{who}: {str(error).splitlines()[0]}") from None
+    # A launcher's store outlives its restarts of the ranks.
+    store = dist.PrefixStore(f"harness/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
+    store.set(f"here/{rank}", "")
+    if rank == 0:
+        store.set("missing", ",".join(_absent(store, "here", range(size), timeout_s)))
+    try:
+        store.wait(["missing"], limit + timedelta(seconds=10))
+        missing = store.get("missing").decode()
+    except RuntimeError:
+        missing = "0"
+    if missing:
+        with contextlib.suppress(RuntimeError):
+            store.set(f"knows/{rank}", "")
+            if rank == 0:  # its store ends with it
+                there = [other for other in range(size) if store.check([f"here/{other}"])]
+                _absent(store, "knows", there, 5.0)
+        raise PeerFailedError(f"rank {missing} of {size} did not arrive within {timeout_s:.0f} s (--ddp_timeout): see what it printed")
+    return store
+
+
+def _absent(store: dist.Store, sign: str, ranks: Iterable[int], timeout_s: float) -> list[str]:
+    """Those of the ranks that have not left the sign within the limit."""
+    deadline = time.monotonic() + timeout_s
+    absent: list[str] = []
+    for rank in ranks:
+        try:
+            store.wait([f"{sign}/{rank}"], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        except RuntimeError:
+            absent.append(str(rank))
+    return absent
+
+
 def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
     """Joins the job that the launcher's environment describes; alone, a job of one process.
 
@@ -159,6 +220,7 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
 
     Raises:
         UserError: more local processes than GPUs.
+        PeerFailedError: not all ranks came; names those that did not.
     """
     environ = os.environ
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
@@ -181,7 +243,7 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
     if use_cuda:
         options["device_id"] = device
     if "MASTER_ADDR" in environ and "RANK" in environ:
-        dist.init_process_group(**options)
+        dist.init_process_group(store=meet(rank, size, timeout_s), rank=rank, world_size=size, **options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
     state = Coordinator(size, rank, local_rank, local_size, device, backend, timeout_s)

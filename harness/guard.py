@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import selectors
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -54,7 +56,7 @@ def parent_of(pid: int) -> tuple[int, str] | None:
 def is_launcher(arguments: list[str]) -> bool:
     """Does this command line start ranks?"""
     names = {Path(argument).name for argument in arguments[:3]}
-    modules = {following for option, following in zip(arguments, arguments[1:], strict=False) if option == "-m"}
+    modules = {following for option, following in itertools.pairwise(arguments) if option == "-m"}
     own = any(argument.endswith("launch/run.py") for argument in arguments[:3])
     return bool(names & _LAUNCHER_PROGRAMS) or bool(modules & _LAUNCHER_MODULES) or own
 
@@ -88,6 +90,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+class Child(Protocol):
+    """The training process, as subprocess.Popen shows it."""
+
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
 class Guard:
     """Runs one training process."""
 
@@ -95,19 +107,19 @@ class Guard:
         self.command = command
         self.launchers = launchers_above(os.getpid())
         self.kill_at_s: float | None = None
-        self.child: subprocess.Popen[bytes] | None = None
+        self.child: Child | None = None
         self.read_end, write_end = os.pipe()
         for end in (self.read_end, write_end):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write_end)
         for number in (*FORWARDED, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+            # Under nohup a closed terminal is no reason to stop.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
 
     def run(self) -> int:
         """Starts the child and stays until it ends. Returns its exit code; dies of the child's signal if that killed it."""
-        parent = os.getpid()
-        environment = {**os.environ, CHILD_VARIABLE: str(parent)}
-        self.child = subprocess.Popen(self.command, env=environment, preexec_fn=lambda: die_with_parent(parent))
+        self.child = self.start_child()
         selector = selectors.DefaultSelector()
         selector.register(self.read_end, selectors.EVENT_READ)
         while self.child.poll() is None:
@@ -117,7 +129,13 @@ class Guard:
                         if number in FORWARDED:
                             self._send(signal.Signals(number))
             self._watch_launchers()
+        assert self.child.returncode is not None
         return self._leave(self.child.returncode)
+
+    def start_child(self) -> Child:
+        parent = os.getpid()
+        environment = {**os.environ, CHILD_VARIABLE: str(parent)}
+        return subprocess.Popen(self.command, env=environment, preexec_fn=lambda: die_with_parent(parent))
 
     def _send(self, number: signal.Signals) -> None:
         assert self.child is not None

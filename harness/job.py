@@ -145,6 +145,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             if args.train.save_final:
                 with phase("export"):
                     _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state)
+        trainer.check_saved()
         status = "finished" if finished else "preempted"
     finally:
         if watcher is not None:

@@ -72,7 +72,12 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
 
     _set_environment()
     coordination.setup_logging(debug=args.train.debug)
-    coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout)
+    try:
+        coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout)
+    except coordination.PeerFailedError as error:
+        log.error("%s", error, extra={"all_ranks": True})
+        run_folder.record_exit(folder, FAILED, f"{error}", rank, started_s)
+        return FAILED
     stop = coordination.StopFlag()
     _take_signals(stop)
     code, reason = FAILED, ""
@@ -158,6 +163,9 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
         print(format_findings(error.findings, "wrong input, nothing was started:"), file=sys.stderr, flush=True)
         if debug:
             traceback.print_exc()
+        # A refused folder is another run's, and a running job writes its own end.
+        if folder is not None and (any(finding.key == "--output_dir" for finding in error.findings) or run_folder.is_taken(folder)):
+            folder = None
         if folder is not None:
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -100,6 +100,18 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def is_taken(folder: Path) -> bool:
+    """Whether a job is running in the folder."""
+    try:
+        with open(folder / ".lock", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def prepare(folder: Path, args: Arguments) -> list[Finding]:
     """Makes the folder, or decides that it may be used; called by the main process.
 

@@ -95,6 +95,10 @@ class NonFiniteError(RuntimeError):
     """The loss or gradients were NaN or infinite and the policy says to stop."""
 
 
+class NotSavedError(RuntimeError):
+    """The last checkpoint of a run, or of a life that was asked to stop, could not be written."""
+
+
 class StepWatch:
     """Adds up what a row of the log needs, on the device, and reads it only when a row is due."""
 
@@ -180,6 +184,7 @@ class Trainer:
         self.first_update = first_update
         self._skipped_before = 0
         self._bad_in_a_row = 0
+        self._is_saved = True
 
     def train(self) -> bool:
         """Trains to the end, or until all ranks agree to stop. Returns True when the run is finished."""
@@ -287,6 +292,20 @@ class Trainer:
         if (due or new_best) and step < self.plan.max_steps:
             self._save(wait=False)
 
+    def check_saved(self) -> None:
+        """For the end, when all else is done: a run without its last checkpoint has not done what was asked.
+
+        Raises:
+            NotSavedError: it could not be written; names the reason and what there is instead.
+        """
+        if self._is_saved:
+            return
+        older = self.checkpointer.last_complete
+        there = older.name if older is not None and older.is_dir() else "none"
+        raise NotSavedError(
+            f"the checkpoint of step {self.state.step} was not written ({self.checkpointer.last_failure}); newest complete one: {there}"
+        )
+
     def _save_last(self) -> None:
         if self.plan.save_steps:
             self._save(wait=True)
@@ -296,4 +315,4 @@ class Trainer:
     def _save(self, *, wait: bool) -> None:
         if self.train_args.load_best_model_at_end and self.state.best_step > 0:
             self.checkpointer.best = self.checkpointer.output_dir / f"checkpoint-{self.state.best_step}"
-        self.checkpointer.save(self.state.step, {"state": self.state.to_dict(), "run": self.identity}, wait=wait)
+        self._is_saved = self.checkpointer.save(self.state.step, {"state": self.state.to_dict(), "run": self.identity}, wait=wait)
