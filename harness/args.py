@@ -180,9 +180,14 @@ class TrainArguments:
     save_steps: float = _field(500, "With save_strategy steps; below 1 a share of all steps.")
     save_total_limit: Optional[int] = _field(None, "Keep at most N checkpoints.")
     save_final: bool = _field(True, "Write final/ (safetensors and tokenizer) at the end.")
-    resume_from_checkpoint: Optional[str] = _field(None, "auto, latest, or a checkpoint folder.")
+    resume_from_checkpoint: Optional[str] = _field(None, "auto, latest, or a checkpoint folder (ours, or of transformers' Trainer).")
+    force_resume: bool = _field(False, "Resume although data, model config, template or batch differ from the checkpoint's.")
     load_best_model_at_end: bool = _field(False, "final/ holds the checkpoint with the best metric.")
     metric_for_best_model: str = _field("eval_loss", "Which metric decides: eval_loss or eval_perplexity.")
+    early_stopping_patience: Optional[int] = _field(
+        None, "Stop after N evaluations in a row in which metric_for_best_model did not improve."
+    )
+    early_stopping_threshold: float = _field(0.0, "Less improvement than this counts as none, for early stopping.")
     greater_is_better: Optional[bool] = _field(None, "Direction of the metric. Default: smaller, unless the name says otherwise.")
 
 
@@ -435,6 +440,24 @@ def from_config(config: Mapping[str, Any]) -> Arguments:
     return parse_args(tokens_of(config))
 
 
+def _early_stopping_problems(train: TrainArguments, typed: frozenset[str]) -> list[Finding]:
+    key = "--early_stopping_patience"
+    if train.early_stopping_patience is None:
+        if "early_stopping_threshold" in typed:
+            return [
+                Finding("error", "--early_stopping_threshold", "has no effect alone", "add --early_stopping_patience 3")
+            ]
+        return []
+    found = []
+    if train.early_stopping_patience < 1:
+        found.append(Finding("error", key, f"must be at least 1, not {train.early_stopping_patience}"))
+    if train.early_stopping_threshold < 0:
+        found.append(Finding("error", "--early_stopping_threshold", f"must not be negative, but is {train.early_stopping_threshold}"))
+    if train.eval_strategy == "no":
+        found.append(Finding("error", key, "needs evaluations during training", "add --eval_strategy steps"))
+    return found
+
+
 def resolve(args: Arguments) -> Arguments:
     """Aliases become the one value that is used; contradictions and impossible values are errors, all at once.
 
@@ -510,6 +533,7 @@ def resolve(args: Arguments) -> Arguments:
         bad("max_steps", "is missing: nobody knows how many steps an epoch of a stream has", "give --max_steps with --streaming")
     if train.deepspeed and train.fsdp:
         bad("deepspeed", "and --fsdp were both given", "keep one engine")
+    problems += _early_stopping_problems(train, args.typed)
     if train.load_best_model_at_end:
         if train.eval_strategy == "no":
             bad("load_best_model_at_end", "needs evaluations during training", "add --eval_strategy steps")

@@ -20,7 +20,8 @@ class Evaluator:
     """Evaluates when it is due.
 
     Args:
-        batches: makes this rank's evaluation batches; the same number on every rank.
+        batches: makes this rank's evaluation batches of a given size; the same number on every rank.
+        batch_size: samples of a batch.
         eval_loss: the engine's.
         every_steps: interval in optimizer steps; 0 never.
         on_result: called with (metrics) after each evaluation.
@@ -28,16 +29,24 @@ class Evaluator:
 
     def __init__(
         self,
-        batches: Callable[[], Iterable[MicroBatch]],
+        batches: Callable[[int], Iterable[MicroBatch]],
         eval_loss: Callable[[MicroBatch], torch.Tensor],
         coordinator: Coordinator,
         *,
+        batch_size: int,
         every_steps: int,
         on_result: Callable[[dict[str, float], Any], None],
     ) -> None:
         self.batches, self.eval_loss, self.coordinator = batches, eval_loss, coordinator
-        self.every_steps, self.on_result = every_steps, on_result
+        self.batch_size, self.every_steps, self.on_result = batch_size, every_steps, on_result
         self.last_step = -1
+
+    def lower(self) -> str | None:
+        """Halves the batch after an out-of-memory; what changed, or None where it is one sample already. Training is not touched."""
+        if self.batch_size == 1:
+            return None
+        old, self.batch_size = self.batch_size, self.batch_size // 2
+        return f"per_device_eval_batch_size {old} -> {self.batch_size}"
 
     def maybe_run(self, state: Any) -> None:
         """Evaluates when the state's step is a multiple of the interval."""
@@ -48,11 +57,10 @@ class Evaluator:
         """Evaluates now, unless this step was evaluated already. Returns eval_loss (nats per token) and eval_perplexity."""
         if self.last_step == state.step:
             return dict(state.last_evaluation)
-        self.last_step = state.step
         started = time.monotonic()
         loss_sum: torch.Tensor | None = None
         num_tokens = 0
-        for micro in self.batches():
+        for micro in self.batches(self.batch_size):
             value = self.eval_loss(micro)
             loss_sum = value if loss_sum is None else loss_sum + value
             num_tokens += micro.num_label_tokens
@@ -64,6 +72,7 @@ class Evaluator:
             "eval_num_label_tokens": count,
             "eval_runtime_s": round(time.monotonic() - started, 3),
         }
+        self.last_step = state.step
         state.last_evaluation = result
         self.on_result(result, state)
         return result

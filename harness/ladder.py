@@ -6,7 +6,10 @@ Pure code: imports neither torch nor transformers, so that it can be tested and 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
+
+from harness.findings import Finding, UserError
 
 ActivationCheckpointing = Literal["none", "selective", "full"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -63,3 +66,113 @@ class MemorySettings:
             TypeError: a key that is not a setting.
         """
         return cls(**values)
+
+
+# Below this many tokens a micro-batch no longer fills a GPU's matrix units, and halving it costs more than recomputing activations.
+EFFICIENT_TOKENS = 8192
+
+
+def default_ladder(start: MemorySettings, *, block_size: int) -> list[MemorySettings]:
+    """The rungs that can be reached without starting anew, fastest first; each needs less memory than the one before.
+
+    Args:
+        start: the settings in force; the first rung.
+        block_size: tokens of the longest sample.
+
+    Returns:
+        `start` and everything below it, down to micro-batches of one sample with full activation checkpointing.
+    """
+    rungs = [start]
+
+    def lower(**changes: Any) -> None:
+        rungs.append(rungs[-1].replace(**changes))
+
+    while rungs[-1].in_flight_micro_batches > 1:
+        lower(in_flight_micro_batches=rungs[-1].in_flight_micro_batches // 2)
+    if not start.reshard_after_forward:
+        lower(reshard_after_forward=True)
+    while rungs[-1].micro_batch_size // 2 * block_size >= EFFICIENT_TOKENS:
+        lower(micro_batch_size=rungs[-1].micro_batch_size // 2)
+    for mode in ("selective", "full"):
+        if _STRENGTH[mode] > _STRENGTH[rungs[-1].activation_checkpointing]:
+            lower(activation_checkpointing=mode)
+    while rungs[-1].micro_batch_size > 1:
+        lower(micro_batch_size=rungs[-1].micro_batch_size // 2)
+    return rungs
+
+
+_STRENGTH = {"none": 0, "selective": 1, "full": 2}
+
+
+def is_lower(below: MemorySettings, above: MemorySettings) -> bool:
+    """True when `below` needs less memory than `above` in at least one setting and more in none."""
+    pairs = [
+        (above.micro_batch_size, below.micro_batch_size),
+        (_STRENGTH[below.activation_checkpointing], _STRENGTH[above.activation_checkpointing]),
+        (above.loss_chunk_size or 1 << 60, below.loss_chunk_size or 1 << 60),
+        (int(below.reshard_after_forward), int(above.reshard_after_forward)),
+        (int(below.activation_offload), int(above.activation_offload)),
+        (below.optimizer_offload, above.optimizer_offload),
+        (above.in_flight_micro_batches or 1 << 60, below.in_flight_micro_batches or 1 << 60),
+    ]
+    return all(more >= less for more, less in pairs) and any(more > less for more, less in pairs)
+
+
+def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySettings]:
+    """An explicit ladder: each word is one step down from the one before.
+
+    Args:
+        words: "micro_batch" (halves it), "micro_batch=N", "gradient_checkpointing", "activation_checkpointing=selective|full",
+            "reshard_after_forward", "in_flight_micro_batches=N".
+        start: the settings in force.
+
+    Raises:
+        UserError: a word that is not known, or one that would free nothing; the message holds the value in force.
+    """
+    rungs = [start]
+    problems: list[Finding] = []
+    for word in words:
+        try:
+            changes = _changes_of(word, rungs[-1])
+            rung = rungs[-1].replace(**changes)
+        except (KeyError, ValueError) as error:
+            fix = "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward"
+            problems.append(Finding("error", "--oom_ladder", f"'{word}' is not a rung ({error})", f"use {fix}"))
+            continue
+        if not is_lower(rung, rungs[-1]):
+            name = next(iter(changes))
+            now = getattr(rungs[-1], name)
+            problems.append(Finding("error", "--oom_ladder", f"'{word}' would free nothing: {name} is {now} at that place", "leave it out"))
+            continue
+        rungs.append(rung)
+    if problems:
+        raise UserError(problems)
+    return rungs
+
+
+def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
+    name, equals, value = word.partition("=")
+    if name == "micro_batch":
+        return {"micro_batch_size": int(value) if equals else max(1, above.micro_batch_size // 2)}
+    if name == "gradient_checkpointing" and not equals:
+        return {"activation_checkpointing": "full"}
+    if name == "activation_checkpointing":
+        if value not in ("selective", "full"):
+            raise ValueError("selective or full")
+        return {name: value}
+    if name == "reshard_after_forward" and not equals:
+        return {name: True}
+    if name == "in_flight_micro_batches":
+        return {name: int(value)}
+    raise KeyError("no such rung")
+
+
+def next_settings(ladder: Sequence[MemorySettings], current: MemorySettings) -> MemorySettings | None:
+    """The first rung that needs less memory than what is in force; None at the end."""
+    return next((rung for rung in ladder if is_lower(rung, current)), None)
+
+
+def describe_change(old: MemorySettings, new: MemorySettings) -> str:
+    """What differs, for people: "micro_batch_size 4 -> 2"."""
+    before, after = old.to_dict(), new.to_dict()
+    return ", ".join(f"{name} {before[name]} -> {after[name]}" for name in before if before[name] != after[name])

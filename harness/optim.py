@@ -61,7 +61,7 @@ def build_optimizer(groups: list[dict[str, Any]], train: TrainArguments) -> torc
     Raises:
         UserError: its library is missing.
     """
-    adam = {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
+    adam: dict[str, Any] = {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     check_optimizer(train.optim)
     if train.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)

@@ -25,6 +25,9 @@ FREE_ARGUMENTS = frozenset(
         "output_dir",
         "overwrite_output_dir",
         "resume_from_checkpoint",
+        "force_resume",
+        "early_stopping_patience",
+        "early_stopping_threshold",
         "debug",
         "disable_tqdm",
         "report_to",
@@ -133,6 +136,8 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
     earlier = folder / "config.json"
     if earlier.exists():
         differences = _differences(earlier, args)
+        if differences and args.train.force_resume:
+            return [Finding("warning", "--force_resume", f"going on although arguments have changed: {', '.join(differences)}")]
         if differences:
             shown = ", ".join(differences[:6]) + (", ..." if len(differences) > 6 else "")
             raise user_error(

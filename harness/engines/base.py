@@ -21,6 +21,7 @@ from harness.coordination import Coordinator
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora
 from harness.modeling import documents
+from harness.stored_state import StoredState
 
 
 @dataclasses.dataclass
@@ -60,6 +61,7 @@ class Engine(Protocol):
     name: str
     module: nn.Module
     settings: MemorySettings
+    optimizer: Any
     lora: AttachedLora | None
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
@@ -79,6 +81,9 @@ class Engine(Protocol):
     def reset_step(self) -> None:
         """After a failed forward or backward: as if the step had never begun."""
 
+    def install_votes(self, check: Callable[[], None]) -> None:
+        """From here on `check` is called before every collective of a step; it raises where another rank ran out of memory."""
+
     def eval_loss(self, micro: MicroBatch) -> Tensor:
         """Sum of token losses of one evaluation batch, scalar float32 on the device, no gradients. Called equally often on all ranks."""
 
@@ -92,6 +97,16 @@ class Engine(Protocol):
 
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on all ranks."""
+
+    def adopt(self, source: StoredState, num_updates: int) -> list[str]:
+        """Takes weights, and Adam's averages where both have them, that another engine, number of ranks or program wrote; on all ranks.
+
+        Args:
+            num_updates: where the schedule goes on.
+
+        Returns:
+            What begins anew, in words.
+        """
 
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Every parameter (or every one that trains) by name, whole, one at a time; called on all ranks, valid on the main process."""
@@ -116,10 +131,12 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 def micro_batch_loss(call: Callable[..., Tensor], micro: MicroBatch, device: torch.device) -> Tensor:
     """Sum of token losses of a micro-batch: copies it to the device without waiting and calls the model with labels."""
-    move = {"device": device, "non_blocking": True}
-    ids = None if micro.document_ids is None else micro.document_ids.to(**move)
+    ids, tokens, positions, labels = (
+        None if tensor is None else tensor.to(device, non_blocking=True)
+        for tensor in (micro.document_ids, micro.input_ids, micro.position_ids, micro.labels)
+    )
     with documents(ids):
-        return call(input_ids=micro.input_ids.to(**move), position_ids=micro.position_ids.to(**move), labels=micro.labels.to(**move))
+        return call(input_ids=tokens, position_ids=positions, labels=labels)
 
 
 def clip_and_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float, counter: Tensor) -> Tensor:
@@ -169,6 +186,32 @@ def scaled_step(
     updated = scaler.get_scale() >= before
     counter += float(not updated)
     return norm.detach(), updated
+
+
+def materialise_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Allocates the optimizer's state before training, so that memory that does not suffice shows before step 1.
+
+    torch makes it by an update with zero gradients at learning rate 0; the step counters it leaves are set back.
+    """
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    if optimizer.state:
+        return
+    get_optimizer_state_dict(module, optimizer)
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        elif "step" in state:
+            state["step"] = 0
+
+
+def place_schedule(scheduler: Any, num_updates: int) -> None:
+    """Puts a schedule where it is after so many updates."""
+    if hasattr(scheduler, "last_batch_iteration"):  # DeepSpeed's own
+        scheduler.step(num_updates - 1)
+        return
+    scheduler.last_epoch = num_updates - 1
+    advance(scheduler)
 
 
 def advance(scheduler: Any) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step, trained
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, place_schedule, scaled_step, trained
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
+from harness.stored_state import StoredState
 
 
 class DdpEngine:
@@ -39,6 +41,7 @@ class DdpEngine:
         self.dtype = compute_dtype(build.precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
         self.skipped = torch.zeros((), device=self.device)
+        self.check: Callable[[], None] | None = None
         self.wrapped: nn.Module = self._wrap()
 
     def _broadcast(self, tensor: Tensor) -> None:
@@ -58,6 +61,33 @@ class DdpEngine:
             self.module, device_ids=ids, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True, **options
         )
 
+    def install_votes(self, check: Callable[[], None]) -> None:
+        """From here on gradients are summed by one voted pass after the last backward, not by DDP's hooks inside backward.
+
+        A rank that runs out of memory then leaves no half-done reduction behind, and all can redo the step.
+        """
+        if self.coordinator.num_processes > 1:
+            self.check, self.wrapped = check, self.module
+
+    def _sum_gradients(self) -> None:
+        """Averages gradients over ranks, in place; every rank votes before the first collective."""
+        assert self.check is not None
+        self.check()
+        gradients = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:  # unused on this rank, perhaps not on others
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        for dtype in {gradient.dtype for gradient in gradients}:
+            same = [gradient for gradient in gradients if gradient.dtype == dtype]
+            # NCCL takes them as one operation; gloo one after the other.
+            together = dist._coalescing_manager(device=self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+            with together:
+                for gradient in same:
+                    dist.all_reduce(gradient)
+            torch._foreach_div_(same, self.coordinator.num_processes)
+
     def _autocast(self) -> Any:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
@@ -74,6 +104,8 @@ class DdpEngine:
                     loss = micro_batch_loss(self.wrapped, micro, self.device)
                 self.scaler.scale(loss * scale).backward()
             total += loss.detach()
+        if self.check is not None:
+            self._sum_gradients()
         return total
 
     def step(self) -> Tensor:
@@ -89,7 +121,7 @@ class DdpEngine:
 
     def reset_step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.wrapped is not self.module:
+        if self.check is None and self.wrapped is not self.module:
             # After a failed backward DDP's reducer waits for gradients that never come; a new one starts clean.
             self.wrapped = self._wrap()
 
@@ -122,6 +154,10 @@ class DdpEngine:
             if extra.get("scaler"):
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))
+
+    def adopt(self, source: StoredState, num_updates: int) -> list[str]:
+        place_schedule(self.scheduler, num_updates)
+        return dcp.adopt(self.module, self.optimizer, source)
 
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained(self.module, trainable_only):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, scaled_step, trained
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, place_schedule, scaled_step, trained
 from harness.findings import UserError, has_errors
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -24,6 +24,7 @@ from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.partition import Device, format_gib
 from harness.pipeline import Pipeline
 from harness.placement import MapChoice, device_map_for, torch_device
+from harness.stored_state import StoredState
 
 log = logging.getLogger("harness")
 
@@ -199,6 +200,10 @@ class DeviceMapEngine:
             if extra.get("scaler"):
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))
+
+    def adopt(self, source: StoredState, num_updates: int) -> list[str]:
+        place_schedule(self.scheduler, num_updates)
+        return dcp.adopt(self.module, self.optimizer, source)
 
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained(self.module, trainable_only):

@@ -10,10 +10,10 @@ rank, and the smaller micro-batch that was to save memory would cost it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from harness.batches import MicroBatch, StepBatch
-from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, scaled_step, trained
+from harness.engines import dcp, fsdp_reset
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, place_schedule, scaled_step, trained
 from harness.findings import user_error
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, layer_units, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
+from harness.stored_state import StoredState
 
 
 def build_mesh(template: FsdpTemplate, num_processes: int, num_local_processes: int, device_type: str) -> DeviceMesh:
@@ -66,6 +67,17 @@ def units_to_wrap(model: nn.Module, template: FsdpTemplate) -> list[tuple[str, n
             "fsdp_transformer_layer_cls_to_wrap", f"{', '.join(missing)} is not in {type(model).__name__}", f"use {', '.join(blocks)}"
         )
     return [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
+
+
+def _voted(base: type, check: Callable[[], None]) -> Any:
+    """torch's own collective, with a vote after its buffer was allocated and before it is launched."""
+
+    class Voted(base):  # type: ignore[misc, valid-type]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            check()
+            return super().__call__(*args, **kwargs)
+
+    return Voted()
 
 
 class FsdpEngine:
@@ -115,6 +127,17 @@ class FsdpEngine:
             "FSDP2 was asked for, but not every parameter is sharded"
         )
 
+    def install_votes(self, check: Callable[[], None]) -> None:
+        """Every all-gather and reduce-scatter of the step is voted on from here on."""
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+        if self.coordinator.num_processes == 1:
+            return
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_voted(DefaultAllGather, check))
+                module.set_custom_reduce_scatter(_voted(DefaultReduceScatter, check))
+
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         total = torch.zeros((), device=self.device)
         # The reduce-scatter averages over all ranks; the loss is a sum over all ranks' tokens.
@@ -137,10 +160,16 @@ class FsdpEngine:
         return norm
 
     def reset_step(self) -> None:
-        # Public reset where torch has it (2.13); the second zero_grad drops what the reset moved to the sharded parameters.
+        """Public reset where torch has it (2.13), on both sides of it a zero_grad.
+
+        The reset alone leaves the gradients of gathered parameters that were not reduced yet, and the retry would add to them: exactly
+        twice the gradient, with a loss that looks right.
+        """
         self.module.zero_grad()
         if hasattr(self.module, "reset_iter_state"):
             self.module.reset_iter_state()
+        else:
+            fsdp_reset.reset(self.module)
         self.module.zero_grad()
 
     @torch.no_grad()
@@ -172,9 +201,13 @@ class FsdpEngine:
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))
 
+    def adopt(self, source: StoredState, num_updates: int) -> list[str]:
+        place_schedule(self.scheduler, num_updates)
+        return dcp.adopt(self.module, self.optimizer, source)
+
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained(self.module, trainable_only):
-            yield name, parameter.detach().to(self.device).full_tensor()
+            yield name, cast(DTensor, parameter.detach().to(self.device)).full_tensor()
 
     def apply(self, settings: MemorySettings) -> bool:
         reachable = {"micro_batch_size", "activation_checkpointing", "reshard_after_forward"}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import contextlib
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from harness.batches import MicroBatch, StepBatch
 from harness.build_locks import clear_stale_build_locks
-from harness.engines.base import Build, micro_batch_loss, trained
+from harness.engines.base import Build, micro_batch_loss, place_schedule, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
+from harness.stored_state import AVERAGES, Kind, StoredState
 
 _TAG = "zero"
 _COLLECTIVES = (
@@ -259,6 +260,61 @@ class ZeroEngine:
         path, client = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=self.lora is None)
         assert path is not None, f"DeepSpeed found nothing to load in {directory}"
         self.num_bad_losses = int(client.get("num_bad_losses", 0))
+
+    @torch.no_grad()
+    def adopt(self, source: StoredState, num_updates: int) -> list[str]:
+        parameters = dict(trained(self.module, True))
+        missing = sorted(set(parameters) - set(source.names))
+        if missing:
+            raise RuntimeError(f"the checkpoint has no weights of {', '.join(missing[:4])}")
+        has_averages = source.num_updates is not None and self._make_averages(source.num_updates)
+        write = self._write_partition if self.stage == 3 else self._write_fragment
+        for name, parameter in parameters.items():
+            write(parameter, source.get(name, "weight").to(self.device), None)
+            for kind in AVERAGES if has_averages else ():
+                write(parameter, source.get(name, kind).to(self.device), kind)
+        place_schedule(self.scheduler, num_updates)
+        self.engine.global_steps = num_updates
+        return ([] if has_averages else ["the optimizer's state"]) + (["the loss scale"] if self.engine.fp16_enabled() else [])
+
+    def _make_averages(self, num_updates: int) -> bool:
+        """Gives the optimizer Adam's state before its first update. False for an optimizer that has another."""
+        outer = self.engine.optimizer
+        inner = outer.optimizer
+        deepspeeds = type(inner).__module__.startswith("deepspeed.") and type(inner).__name__ in ("DeepSpeedCPUAdam", "FusedAdam")
+        if not deepspeeds and not isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)):
+            return False
+        fused = bool(inner.defaults.get("fused"))
+        for flat in outer.fp32_partitioned_groups_flat if self.stage == 3 else outer.single_partition_of_fp32_groups:
+            tensor = torch.tensor(float(num_updates), dtype=torch.float32, device=flat.device if fused else "cpu")
+            averages: dict[str, Any] = {kind: torch.zeros_like(flat.detach()) for kind in AVERAGES}
+            inner.state[flat] = {"step": num_updates if deepspeeds else tensor, **averages}
+        if self.stage < 3:
+            outer._lazy_init_hp_params_optimizer_state()
+        return True
+
+    def _write_fragment(self, parameter: nn.Parameter, value: Tensor, kind: Kind | None) -> None:
+        """Stages 1 and 2: this rank's part of the float32 master or an average; the weight itself is whole on every rank."""
+        if kind is not None:
+            deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
+            return
+        deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+        parameter.data.copy_(value)
+
+    def _write_partition(self, parameter: Any, value: Tensor, kind: Kind | None) -> None:
+        """Stage 3: this rank's part, with the zeros that make all parts equally long, of the master and the weight, or of an average."""
+        part = parameter.ds_tensor
+        start = torch.distributed.get_rank(parameter.ds_process_group) * part.numel()
+        own = torch.zeros(part.numel(), dtype=torch.float32, device=value.device)
+        filled = value.flatten()[start : start + part.numel()]
+        own[: filled.numel()] = filled
+        if kind is not None:
+            deepspeed.utils.safe_set_local_optimizer_state(parameter, own, kind)
+            return
+        deepspeed.utils.safe_set_local_fp32_param(parameter, own)
+        part.data.copy_(own.view_as(part))
+        if parameter.numel():  # small ones stay gathered between steps
+            parameter.data.copy_(value)
 
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained(self.module, trainable_only):
