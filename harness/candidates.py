@@ -195,6 +195,8 @@ def _buffers(measured: Measured, run: RunShape, given: MemorySettings, pins: set
             "max_live_parameters": min(zero.max_live_parameters, 2 * layer.num_parameters),
         }
         return [{name: getattr(given, name) for name in names}, small]
+    if run.engine == "device_map" and "in_flight_micro_batches" not in pins:
+        return [{"in_flight_micro_batches": depth} for depth in (0, 1, 2, 4) if depth < run.samples_per_step]
     return [{}]
 
 

@@ -158,9 +158,12 @@ class _Step:
         self.layers = measured.layer_memory(run.weights, settings.activation_checkpointing)
         self.loss = measured.loss_memory(run.weights, settings.loss_chunk_size)
         self.kinds = list(self.shape.kind_of_layer)
+        self.in_flight = 1
         if run.engine == "device_map":  # the card with the head, and its share of the layers
             share = -(-len(self.kinds) // run.num_processes)
             self.kinds = self.kinds[-share:]
+            num_micro = -(-run.samples_per_step // self.batch)
+            self.in_flight = min(settings.in_flight_micro_batches or num_micro, num_micro)
         # Liger keeps less: the norms' float32 copies (8h bytes a token) and one tensor of the feed-forward width (2f).
         per_token = 8.0 * self.shape.hidden_size + 2.0 * self.shape.intermediate_size
         self.saving = self.batch * run.block_size * per_token if run.fused_layers else 0.0
@@ -173,13 +176,13 @@ class _Step:
         """What a layer leaves on the card: `name` is forward_kept or backward_kept."""
         if self.settings.activation_offload:
             return 0.0
-        return at(getattr(self.layers.layers[kind], name), self.batch) - (self.saving if self.everything_kept else 0.0)
+        return self.in_flight * (at(getattr(self.layers.layers[kind], name), self.batch) - (self.saving if self.everything_kept else 0.0))
 
     def offloaded_bytes(self) -> float:
         """Saved activations that wait in host memory."""
         if not self.settings.activation_offload:
             return 0.0
-        return sum(at(self.layers.layers[kind].backward_kept, self.batch) for kind in self.kinds)
+        return self.in_flight * sum(at(self.layers.layers[kind].backward_kept, self.batch) for kind in self.kinds)
 
     def phase(self, name: str, **parts: float) -> Phase:
         engine = self.engine
@@ -199,7 +202,7 @@ class _Step:
         layers, engine, batch = self.layers, self.engine, self.batch
         kept = {kind: self.kept("forward_kept", kind) for kind in set(self.kinds)}
         all_kept = sum(kept[kind] for kind in self.kinds)
-        end = at(layers.forward_base, batch) + all_kept
+        end = self.in_flight * at(layers.forward_base, batch) + all_kept
         under_last = at(layers.forward_start, batch) + all_kept - kept[self.kinds[-1]]
         rise = max(top(layers.layers[kind].forward_peak, batch) for kind in set(self.kinds)) - self.saving
         forward = max(under_last + rise, end + top(layers.norm_forward_peak, batch))
@@ -223,7 +226,7 @@ class _Step:
         trained_above = float(sum(shape.kinds[kind].num_trainable for kind in self.kinds))
         if engine.root_grows and shape.head_trainable and not shape.tied:
             trained_above += shape.num_head
-        below, held, highest, parts = at(self.layers.backward_base, batch), 0.0, -1.0, (0.0, 0.0, 0.0, 0.0)
+        below, held, highest, parts = self.in_flight * at(self.layers.backward_base, batch), 0.0, -1.0, (0.0, 0.0, 0.0, 0.0)
         for index, kind in enumerate(self.kinds):
             below += kept[kind]
             held += engine.held_per_parameter * shape.kinds[kind].num_parameters

@@ -71,6 +71,8 @@ def settings_text(candidate: Candidate) -> str:
         words.append("whole logits")
     if candidate.engine == "fsdp" and not s.reshard_after_forward:
         words.append("no reshard")
+    if candidate.engine == "device_map" and s.in_flight_micro_batches:
+        words.append(f"{s.in_flight_micro_batches} in flight")
     if s.max_live_parameters is not None:
         words.append("small buffers")
     if s.optimizer_offload:

@@ -170,7 +170,6 @@ def test_three_layers_predict_five(tmp_path: Path, weights: str, mode: str) -> N
     ("config", "options"),
     [
         pytest.param({**TINY, "model_type": "qwen3", "head_dim": 64}, {"attention": "eager"}, id="qwen3-eager"),
-        pytest.param({**TINY, "model_type": "mistral", "sliding_window": 64}, {}, id="mistral-window"),
         pytest.param({"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 512}, {}, id="gpt2"),
         pytest.param(
             {
@@ -463,6 +462,16 @@ def test_checkpoint_size() -> None:
 
 def test_unmeasured_parts_are_named() -> None:
     assert estimate().closed_forms == ("activations (none)", "loss")
+
+
+def test_micro_batches_in_flight_under_a_device_map() -> None:
+    def activations(depth: int) -> float:
+        settings = MemorySettings(1, loss_chunk_size=8, in_flight_micro_batches=depth)
+        found = estimate(settings, engine="device_map", processes=2, samples_per_step=8)
+        return {phase.name: phase for phase in found.phases}["loss"].parts["activations"]
+
+    assert activations(4) == pytest.approx(4 * activations(1))
+    assert activations(0) == pytest.approx(8 * activations(1))
 
 
 def test_other_block_size_is_refused() -> None:
