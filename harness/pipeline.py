@@ -222,7 +222,9 @@ class _Passage:
             known = self._moved.get((id(value), device))
             if known is not None:
                 return known[1]
-            if not crosses and self.copies.is_on(value, device):
+            # What needs gradients is cut off even where a ring comes back to its device; labels of one host cannot tell what is where.
+            stays = not crosses or (isinstance(self.copies, CudaCopies) and not value.requires_grad)
+            if stays and self.copies.is_on(value, device):
                 return value
             return self._move(value, device, started)
 
@@ -248,6 +250,12 @@ class _Passage:
             copy = value if not isinstance(device, int) else value.to(torch.device("cuda", device), non_blocking=True)
         self._moved[(id(value), device)] = (value, copy)
         return copy
+
+    def close(self) -> None:
+        """Lets go of every tensor, and of the micro-batch, which would otherwise wait for the garbage collector together."""
+        self.pause = None
+        self.stretches.clear()
+        self._moved.clear()
 
     def backward(self, index: int, loss: Tensor | None) -> None:
         """Backward of one stretch; its copies' gradients start on their way to the stretch before."""
@@ -334,7 +342,10 @@ class _MicroBatch:
         self._back.acquire()
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and this frame must not hold it: both would keep the failed tensors
         if self.forward_done:
             self._thread.join()
             self.position = len(self.passage.stretches) - 1
@@ -347,7 +358,13 @@ class _MicroBatch:
             self._go.release()
             self._back.acquire()
         self._thread.join()
-        self._error = self.loss = None
+        self._error = None
+        self.close()
+
+    def close(self) -> None:
+        self.loss = None
+        del self._call
+        self.passage.close()
 
     def backward(self) -> float:
         """Backward of the last stretch that has not had it; returns the stretch's cost."""
@@ -418,6 +435,7 @@ class Pipeline:
                 self._advance(timeline, task, results)
                 if task.forward_done and task.position < 0:
                     active.remove(task)
+                    task.close()
         finally:
             for task in active:
                 task.cancel()

@@ -5,8 +5,11 @@ What CPU cannot show is that the devices work at the same time; tests/gpu/test_d
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -207,6 +210,29 @@ def test_a_failure_leaves_nothing_running_and_the_next_try_is_right() -> None:
     model.zero_grad(set_to_none=True)
     assert [float(loss) for loss in pipeline.run(calls, 2)] == losses
     assert all(torch.equal(gradient, _gradients(model)[name]) for name, gradient in gradients.items())
+
+
+def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
+    model = _model("llama")
+    pipeline = Pipeline(model, _map(model, 2))
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def note(_module: Any, _args: Any, output: torch.Tensor) -> None:
+        seen.append(weakref.ref(output))
+
+    handle = model.model.layers[1].register_forward_hook(note)  # the last block before the boundary
+    gc.disable()
+    try:
+        pipeline.run([lambda ids=ids: _loss(model, ids) for ids in _batches()])
+        assert len(seen) == len(LENGTHS) and all(reference() is None for reference in seen)
+        failing = model.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            pipeline.run([lambda ids=ids: _loss(model, ids) for ids in _batches()])
+        failing.remove()
+        assert len(seen) > len(LENGTHS) and all(reference() is None for reference in seen)
+    finally:
+        gc.enable()
+        handle.remove()
 
 
 def test_the_model_is_left_as_it_was() -> None:
