@@ -11,9 +11,10 @@ import contextlib
 import json
 import logging
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
@@ -270,10 +271,22 @@ class Checkpointer:
         problems = coordinator.gather(files.problem_of(folder, coordinator.process_index, coordinator.num_processes))
         return next((problem for problem in problems if problem), None)
 
-    def load(self, folder: Path) -> None:
-        """Restores engine and random states; called on all ranks."""
-        self.engine.load(folder / files.ENGINE_FOLDER)
-        rng = folder / f"rng-{self.coordinator.process_index}.json"
-        if rng.exists():
+    def load(self, folder: Path, *, random_states: bool = True, engine: bool = True) -> None:
+        """Restores engine and random states, or one of them; called on all ranks."""
+        if engine:
+            self.engine.load(folder / files.ENGINE_FOLDER)
+        rng = folder / _rng_name(self.coordinator.process_index)
+        if random_states and rng.exists():
             files.restore_random_state(json.loads(rng.read_text(encoding="utf-8")))
         self.last_complete = folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`harness export`: see harness.export_cli."""
+    from harness.export_cli import main as export
+
+    return export(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,55 @@ class _Shards:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1), encoding="utf-8")
 
 
+def write_model_files(folder: Path, model: Any, tokenizer: Any, adapter_config: Any = None) -> None:
+    """Writes what a model folder holds besides weights: configs, tokenizer, and the adapters' config; whole or not at all."""
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    _write_config(temporary, model.config, None)
+    generation_config = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    if adapter_config is not None:
+        adapter_config.save_pretrained(str(temporary))
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(temporary, folder)
+
+
+def _write_config(folder: Path, config: Any, dtype: torch.dtype | None) -> None:
+    saved = type(config).from_dict(config.to_dict())
+    if dtype is not None:
+        saved.dtype = dtype
+    saved.use_cache = True
+    saved.save_pretrained(folder)
+
+
+def model_card(name: str, state: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """README.md of an exported model: what it was trained on and how, from a checkpoint's facts.
+
+    Args:
+        name: of the model's class.
+        state, run: of trainer_state.json.
+    """
+    lines = [
+        f"# {name}",
+        "",
+        f"Trained for {state['step']} optimizer steps on {state['num_label_tokens']:,} label tokens"
+        f" with engine {run['engine']} in {run.get('precision', 'unknown precision')}.",
+        "",
+        f"- samples per step: {run.get('global_batch_size', 'unknown')} on {run.get('num_processes', 'unknown')} processes",
+        f"- epochs: {state['epoch']:.4g}",
+        f"- training data: {run.get('data_fingerprint') or 'unknown'}",
+    ]
+    if state.get("last_evaluation"):
+        lines.append(f"- evaluation loss: {state['last_evaluation']['eval_loss']:.6f}")
+    packages = run.get("packages") or {}
+    if packages:
+        lines.append("- " + ", ".join(f"{package} {version}" for package, version in packages.items()))
+    return "\n".join(lines) + "\n"
+
+
 def export_model(
     folder: Path,
     weights: Iterator[tuple[str, Tensor]],
@@ -104,10 +153,7 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise RuntimeError("the export would not load: " + "; ".join([*wrong, *(f"{name} is missing" for name in sorted(missing))]))
     shards.finish()
-    saved = type(config).from_dict(config.to_dict())
-    saved.dtype = dtype
-    saved.use_cache = True
-    saved.save_pretrained(temporary)
+    _write_config(temporary, config, dtype)
     tokenizer.save_pretrained(temporary)
     if generation_config is not None:
         generation_config.save_pretrained(temporary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import random
 import time
@@ -20,15 +19,17 @@ from harness.batches import MicroBatch
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator, StopFlag, setup_logging
 from harness.data import build_loader, prepare_data
-from harness.engines.base import Engine, compute_dtype
-from harness.engines.build import build_engine, initial_settings, master_dtype, resolve_precision
+from harness.engines.base import Engine, compute_dtype, materialise_optimizer
+from harness.engines.build import build_engine, initial_settings, master_dtype, resolve_precision, spread_over_cards
 from harness.evaluation import Evaluator
-from harness.export import export_model
+from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
+from harness.ladder import MemorySettings, default_ladder, describe_change, is_lower, parse_ladder
 from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
-from harness.recovery import Recovery
-from harness.step_loader import StepLoader, eval_batches
+from harness.recovery import Recovery, last_good_settings
+from harness.resume import config_facts, load_best, resume, template_facts
+from harness.step_loader import StepLoader, eval_batches, longest_possible_step, longest_step
 from harness.streaming import StreamLoader
 from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
 
@@ -94,6 +95,7 @@ def _short(value: Any) -> str:
 def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator, stop: StopFlag, train_dataset: Any = None) -> bool:
     """Trains and exports. Returns True when the run is finished, False when it was asked to stop and has saved."""
     _seed(args, coordinator)
+    engine_name = spread_over_cards(engine_name, args, coordinator)
     config = modeling.load_config(args.model)
     tokenizer = modeling.load_tokenizer(args.model)
     with phase("data"):
@@ -118,10 +120,13 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
-        settings = initial_settings(args, engine_name)
+        settings = _first_settings(args, engine_name, folder, coordinator)
         engine, template = build_engine(engine_name, args, coordinator, empty, settings, precision, plan.max_steps)
     if coordinator.is_main_process:
         run_folder.write_facts(folder, args, engine.name, template)
+        write_model_files(
+            folder / checkpoint_files.MODEL_FOLDER, empty.model, tokenizer, None if engine.lora is None else engine.lora.config
+        )
     # Dropout differs between ranks, and does not depend on how the model was filled.
     _seed(args, coordinator, coordinator.process_index)
     metrics = _metrics(args, folder, coordinator, plan)
@@ -131,20 +136,26 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         coordinator,
         keep=args.train.save_total_limit,
         state_bytes=12 * modeling.num_parameters(engine.module, trainable_only=True),
+        model_files=folder / checkpoint_files.MODEL_FOLDER,
         on_event=metrics.event,
     )
-    trainer = _trainer(args, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config)
-    _resume(args, trainer, checkpointer, coordinator, metrics)
+    facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
+    trainer = _trainer(args, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
+    with phase("resume"):
+        resume(args, trainer, checkpointer, coordinator)
+    if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):
+        materialise_optimizer(engine.module, engine.optimizer)
+    _dry_run(args, trainer, prepared, loader, coordinator)
     watcher = _watch_gpus(args, coordinator, metrics, trainer)
     status = "failed"
     try:
         with phase("training"):
             finished = trainer.train()
         if finished:
-            _load_best(args, trainer, checkpointer)
+            load_best(args, trainer, checkpointer, coordinator)
             if args.train.save_final:
                 with phase("export"):
-                    _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state)
+                    _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state, trainer.identity)
         trainer.check_saved()
         status = "finished" if finished else "preempted"
     finally:
@@ -255,6 +266,7 @@ def _trainer(
     prepared: Any,
     metrics: MetricsLog,
     config: Any,
+    facts: dict[str, Any],
 ) -> Trainer:
     flops, peak = _flops(engine, config, prepared, coordinator)
     trainer = Trainer(
@@ -263,7 +275,7 @@ def _trainer(
         batches=loader.prefetching,
         plan=plan,
         coordinator=coordinator,
-        recovery=Recovery(coordinator, stop),
+        recovery=_recovery(args, engine, coordinator, stop, prepared, checkpointer.output_dir, metrics),
         checkpointer=checkpointer,
         evaluator=None,
         metrics=metrics,
@@ -275,19 +287,60 @@ def _trainer(
             "steps_per_epoch": plan.steps_per_epoch,
             "max_steps": plan.max_steps,
             "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
+            "data_seed": args.train.seed if args.train.data_seed is None else args.train.data_seed,
+            **facts,
             "packages": run_folder.environment()["packages"],
         },
         first_update=_adapter_check(engine, coordinator),
     )
     if prepared.evaluation is not None:
         trainer.evaluator = Evaluator(
-            lambda: _evaluation_batches(args, prepared, coordinator, loader),
+            lambda batch_size: _evaluation_batches(batch_size, prepared, coordinator, loader),
             engine.eval_loss,
             coordinator,
+            batch_size=args.train.per_device_eval_batch_size,
             every_steps=plan.eval_steps,
             on_result=trainer.note_evaluation,
         )
+        trainer.recovery.lower["evaluate"] = trainer.evaluator.lower
     return trainer
+
+
+def _recovery(
+    args: Arguments, engine: Engine, coordinator: Coordinator, stop: StopFlag, prepared: Any, folder: Path, metrics: MetricsLog
+) -> Recovery:
+    """The ladder of this run: the user's, or the default one."""
+    ladder: list[Any] = []
+    if not args.train.no_oom_recovery:
+        block = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
+        explicit = args.train.oom_ladder
+        ladder = parse_ladder(explicit, engine.settings) if explicit else default_ladder(engine.settings, block_size=block)
+    return Recovery(coordinator, stop, engine, ladder, folder=folder, on_event=metrics.event)
+
+
+def _first_settings(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator) -> MemorySettings:
+    """What arguments and template ask for, or what an earlier life of this run had come down to."""
+    settings = initial_settings(args, engine_name)
+    earlier = coordinator.broadcast(last_good_settings(folder, coordinator.num_processes))
+    if args.train.no_oom_recovery or earlier is None or not is_lower(earlier, settings):
+        return settings
+    log.info("starting at the settings that this run had come down to: %s", describe_change(settings, earlier))
+    return earlier
+
+
+def _dry_run(args: Arguments, trainer: Trainer, prepared: Any, loader: Any, coordinator: Coordinator) -> None:
+    """Two micro-batches of the longest samples before step 1, with the optimizer's state in place: what does not fit shows now."""
+    if args.train.no_oom_recovery:
+        return
+    engine = trainer.engine
+    number = min(loader.samples_per_rank, 2 * engine.settings.micro_batch_size)
+    options = {"pad_id": loader.pad_id}
+    if hasattr(prepared.train, "lengths"):
+        batch = longest_step(prepared.train, number, pin_memory=coordinator.device.type == "cuda", **options)
+    else:
+        batch = longest_possible_step(number, args.data.block_size or 4096, **options)
+    with phase("dry run"):
+        trainer.recovery.dry_run(engine.forward_backward, batch, max(1, batch.num_label_tokens * coordinator.num_processes))
 
 
 def _watch_gpus(args: Arguments, coordinator: Coordinator, metrics: MetricsLog, trainer: Trainer) -> monitor.GpuMonitor | None:
@@ -319,11 +372,11 @@ def _adapter_check(engine: Engine, coordinator: Coordinator) -> Callable[[], boo
 
 
 def _evaluation_batches(
-    args: Arguments, prepared: Any, coordinator: Coordinator, loader: StepLoader | StreamLoader
+    batch_size: int, prepared: Any, coordinator: Coordinator, loader: StepLoader | StreamLoader
 ) -> Iterator[MicroBatch]:
     return eval_batches(
         prepared.evaluation,
-        args.train.per_device_eval_batch_size,
+        batch_size,
         coordinator.num_processes,
         coordinator.process_index,
         pad_id=loader.pad_id,
@@ -340,56 +393,6 @@ def _flops(engine: Engine, config: Any, prepared: Any, coordinator: Coordinator)
     return flops, monitor.peak_flops(name)
 
 
-def _resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordinator: Coordinator, metrics: MetricsLog) -> None:
-    wanted = args.train.resume_from_checkpoint or "auto"
-    found = checkpointer.find("auto" if wanted.lower() == "true" else wanted)
-    if found is None:
-        return
-    saved = json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
-    _check_resume(saved["run"], trainer)
-    with phase(f"resume from {found}"):
-        checkpointer.load(found)
-    trainer.state = TrainState.from_dict(saved["state"])
-    metrics.event("resume", step=trainer.state.step, path=str(found))
-    log.info("resuming at step %d of %d", trainer.state.step, trainer.plan.max_steps)
-
-
-def _check_resume(saved: dict[str, Any], trainer: Trainer) -> None:
-    """Refuses what would not continue the same run."""
-    now = trainer.identity
-    problems = []
-
-    def bad(message: str, fix: str) -> None:
-        problems.append(user_error("--resume_from_checkpoint", message, fix).findings[0])
-
-    if saved["global_batch_size"] != now["global_batch_size"]:
-        bad(
-            f"the checkpoint had {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}",
-            f"keep micro-batch x accumulation x processes = {saved['global_batch_size']} (--target_batch_size {saved['global_batch_size']})",
-        )
-    if saved["data_fingerprint"] != now["data_fingerprint"]:
-        bad("the training data or its preparation has changed", "resume with the same data, or train in another --output_dir")
-    zero = str(saved["engine"]).startswith("zero") or str(now["engine"]).startswith("zero")
-    if zero and saved["engine"] != now["engine"]:
-        bad(f"the checkpoint is of engine {saved['engine']}, this run uses {now['engine']}", "use the same engine, or start from final/")
-    elif zero and saved["num_processes"] != now["num_processes"]:
-        bad(
-            f"the ZeRO checkpoint was saved by {saved['num_processes']} processes, this run has {now['num_processes']}",
-            f"start {saved['num_processes']} processes, or start from the weights alone (optimizer and schedule begin anew)",
-        )
-    if problems:
-        raise UserError(problems)
-
-
-def _load_best(args: Arguments, trainer: Trainer, checkpointer: Checkpointer) -> None:
-    state = trainer.state
-    if not args.train.load_best_model_at_end or state.best_step < 0 or state.best_step == state.step:
-        return
-    best = checkpointer.output_dir / checkpoint_files.checkpoint_name(state.best_step)
-    log.info("loading the best model: step %d, %s %.6f", state.best_step, args.train.metric_for_best_model, state.best_metric or 0.0)
-    checkpointer.load(best)
-
-
 def _export(
     folder: Path,
     engine: Engine,
@@ -399,11 +402,9 @@ def _export(
     precision: str,
     coordinator: Coordinator,
     state: TrainState,
+    run: dict[str, Any],
 ) -> None:
-    card = (
-        f"# {type(empty.model).__name__}\n\nTrained for {state.step} optimizer steps on {state.num_label_tokens:,} label tokens"
-        f" with engine {engine.name} in {precision}.\n"
-    )
+    card = model_card(type(empty.model).__name__, state.to_dict(), {"engine": engine.name, "precision": precision} | run)
     if engine.lora is not None:
         weights = engine.full_weights(trainable_only=True)
         export_adapter(folder, weights, engine.lora, tokenizer, is_main_process=coordinator.is_main_process, card=card)

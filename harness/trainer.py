@@ -33,6 +33,7 @@ class TrainState:
         epoch: passes over the training data so far.
         num_input_tokens, num_label_tokens: over all ranks, so far.
         best_metric, best_step: of `--metric_for_best_model`.
+        num_bad_evaluations: evaluations in a row without enough improvement.
     """
 
     step: int = 0
@@ -41,6 +42,7 @@ class TrainState:
     num_label_tokens: int = 0
     best_metric: float | None = None
     best_step: int = -1
+    num_bad_evaluations: int = 0
     last_evaluation: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class Trainer:
         if self.evaluator is not None and self.train_args.eval_on_start and self.state.step == 0:
             self.recovery.run("evaluate", self.evaluator.run, self.state)
         self.watch.reset()
-        while self.state.step < self.plan.max_steps:
+        while self.state.step < self.plan.max_steps and not self.stops_early():
             batch = next(batches)
             counts = self._global_counts(batch)
             loss_sum = self.recovery.run("step", self.engine.forward_backward, batch, counts[1])
@@ -211,6 +213,8 @@ class Trainer:
             if self.recovery.stop_agreed and self.state.step < self.plan.max_steps:
                 self._save(wait=True)
                 return False
+        if self.stops_early():
+            log.info("early stopping: %d evaluations in a row without improvement", self.state.num_bad_evaluations)
         if self.evaluator is not None and self.train_args.do_eval is not False:
             self.recovery.run("evaluate", self.evaluator.run, self.state)
         self.recovery.run("save", self._save_last)
@@ -278,11 +282,18 @@ class Trainer:
     def note_evaluation(self, result: dict[str, float], state: TrainState) -> None:
         """Logs an evaluation and keeps the best; for the evaluator's `on_result`."""
         self.metrics.log({"step": state.step, "epoch": round(state.epoch, 4), **result}, kind="eval")
-        metric = result.get(self.train_args.metric_for_best_model, result["eval_loss"])
+        metric = result["eval_" + self.train_args.metric_for_best_model.removeprefix("eval_")]
         greater = bool(self.train_args.greater_is_better)
         better = state.best_metric is None or (metric > state.best_metric if greater else metric < state.best_metric)
+        enough = better and (state.best_metric is None or abs(metric - state.best_metric) > self.train_args.early_stopping_threshold)
+        state.num_bad_evaluations = 0 if enough and math.isfinite(metric) else state.num_bad_evaluations + 1
         if math.isfinite(metric) and better:
             state.best_metric, state.best_step = metric, state.step
+
+    def stops_early(self) -> bool:
+        """True when `--early_stopping_patience` evaluations in a row brought no improvement; the same on all ranks, as their result is."""
+        patience = self.train_args.early_stopping_patience
+        return patience is not None and self.state.num_bad_evaluations >= patience
 
     def maybe_save(self) -> None:
         """Saves when the interval, or a new best model that the end will need, says so."""

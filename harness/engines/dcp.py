@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.coordination import Coordinator
+from harness.stored_state import AVERAGES, StoredState, whole
 
 log = logging.getLogger("harness")
 
@@ -94,13 +95,13 @@ def _save_from_gpu(state: dict[str, Any], options: dict[str, Any]) -> Any:
             "checkpoints go through ordinary host memory, which is slower: %s", str(error).splitlines()[0], extra={"all_ranks": True}
         )
         return checkpoint.async_save(state, **options)
-    return checkpoint.async_save(staged, async_stager=_Staged(), **options)
+    return checkpoint.async_save(staged, async_stager=_Staged(), **options)  # type: ignore[arg-type]
 
 
 class _Staged:
     """For `async_save`: what it gets has been copied already."""
 
-    should_synchronize_after_execute = False
+    _synchronize_after_execute = should_synchronize_after_execute = False
 
     def stage(self, state_dict: Any) -> Any:
         return state_dict
@@ -122,3 +123,38 @@ def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, c
     set_optimizer_state_dict(module, optimizer, state["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True))
     path = directory / EXTRA
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def _fill(target: Tensor, value: Tensor) -> None:
+    """Writes a whole tensor, or this rank's shard of it, in place; nothing is sent, as every rank has read it."""
+    value = whole(value, target.shape)
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        local = distribute_tensor(value.to(mesh.device_type), mesh, target.placements, src_data_rank=None).to_local()
+        target.to_local().copy_(local)
+    else:
+        target.copy_(value)
+
+
+@torch.no_grad()
+def adopt(module: nn.Module, optimizer: torch.optim.Optimizer, source: StoredState) -> list[str]:
+    """The part of `Engine.adopt` that engines with tensors and DTensors share."""
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    missing = sorted(set(trained) - set(source.names))
+    if missing:
+        raise RuntimeError(f"the checkpoint has no weights of {', '.join(missing[:4])}")
+    for name, parameter in trained.items():
+        _fill(parameter.data, source.get(name, "weight"))
+    if source.num_updates is None:
+        return ["the optimizer's state"]
+    if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
+        return [f"the optimizer's state ({type(optimizer).__name__} has another than Adam's)"]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+            step = torch.tensor(float(source.num_updates), dtype=torch.float32, device=device if group["fused"] else "cpu")
+            optimizer.state[parameter] = {"step": step, **{kind: torch.zeros_like(parameter) for kind in AVERAGES}}
+    for name, parameter in trained.items():
+        for kind in AVERAGES:
+            _fill(optimizer.state[parameter][kind], source.get(name, kind))
+    return []

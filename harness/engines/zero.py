@@ -24,7 +24,7 @@ from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
-from harness.stored_state import AVERAGES, Kind, StoredState
+from harness.stored_state import AVERAGES, Kind, StoredState, whole
 
 _TAG = "zero"
 _COLLECTIVES = (
@@ -270,9 +270,9 @@ class ZeroEngine:
         has_averages = source.num_updates is not None and self._make_averages(source.num_updates)
         write = self._write_partition if self.stage == 3 else self._write_fragment
         for name, parameter in parameters.items():
-            write(parameter, source.get(name, "weight").to(self.device), None)
-            for kind in AVERAGES if has_averages else ():
-                write(parameter, source.get(name, kind).to(self.device), kind)
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            for kind in ("weight", *(AVERAGES if has_averages else ())):
+                write(parameter, whole(source.get(name, kind), shape).to(self.device), kind)
         place_schedule(self.scheduler, num_updates)
         self.engine.global_steps = num_updates
         return ([] if has_averages else ["the optimizer's state"]) + (["the loss scale"] if self.engine.fp16_enabled() else [])
@@ -293,22 +293,22 @@ class ZeroEngine:
             outer._lazy_init_hp_params_optimizer_state()
         return True
 
-    def _write_fragment(self, parameter: nn.Parameter, value: Tensor, kind: Kind | None) -> None:
+    def _write_fragment(self, parameter: nn.Parameter, value: Tensor, kind: Kind) -> None:
         """Stages 1 and 2: this rank's part of the float32 master or an average; the weight itself is whole on every rank."""
-        if kind is not None:
+        if kind != "weight":
             deepspeed.utils.safe_set_full_optimizer_state(parameter, value, kind)
             return
         deepspeed.utils.safe_set_full_fp32_param(parameter, value)
         parameter.data.copy_(value)
 
-    def _write_partition(self, parameter: Any, value: Tensor, kind: Kind | None) -> None:
+    def _write_partition(self, parameter: Any, value: Tensor, kind: Kind) -> None:
         """Stage 3: this rank's part, with the zeros that make all parts equally long, of the master and the weight, or of an average."""
         part = parameter.ds_tensor
         start = torch.distributed.get_rank(parameter.ds_process_group) * part.numel()
         own = torch.zeros(part.numel(), dtype=torch.float32, device=value.device)
         filled = value.flatten()[start : start + part.numel()]
         own[: filled.numel()] = filled
-        if kind is not None:
+        if kind != "weight":
             deepspeed.utils.safe_set_local_optimizer_state(parameter, own, kind)
             return
         deepspeed.utils.safe_set_local_fp32_param(parameter, own)

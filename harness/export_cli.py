@@ -1,0 +1,135 @@
+"""`harness export`: a checkpoint as an ordinary model folder, in one process without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness import checkpoint_files
+from harness.export import export_model, model_card
+from harness.findings import UserError, format_findings, user_error
+from harness.lora import AttachedLora, export_adapter, merge_adapter
+from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
+
+log = logging.getLogger("harness")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def open_checkpoint(folder: Path) -> tuple[dict[str, Any], StoredState]:
+    """A checkpoint's facts, and its weights to be read one by one.
+
+    Raises:
+        UserError: not a checkpoint, not complete or damaged, or without the files of its model.
+    """
+    if not (folder / checkpoint_files.STATE_FILE).is_file():
+        newest = next((str(path) for path in checkpoint_files.list_checkpoints(folder)), None)
+        raise user_error(
+            str(folder), "is not a checkpoint of this harness", f"did you mean {newest}?" if newest else "give out/checkpoint-N"
+        )
+    problem = checkpoint_files.problem_of(folder)
+    if problem:
+        raise user_error(str(folder), problem, "export another checkpoint")
+    if not (folder / checkpoint_files.MODEL_FOLDER / "config.json").is_file():
+        raise user_error(str(folder), "holds no model config", "copy the model's config.json and tokenizer into its folder model/")
+    facts = json.loads((folder / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
+    state = folder / checkpoint_files.ENGINE_FOLDER
+    return facts, DcpState(state) if engine_family(facts["run"]["engine"]) == "dcp" else ZeroWeights(state)
+
+
+def export_checkpoint(
+    folder: Path, output: Path, dtype: str | None = None, *, merge: bool = False, max_shard_bytes: int = 4 * 2**30
+) -> None:
+    """Writes the model of a checkpoint; host memory is bounded by one shard file.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32" of the weights; None: the dtype the run computed in.
+        merge: with LoRA, the adapters are added to the base model instead of being written alone.
+
+    Raises:
+        UserError: see `open_checkpoint`; `merge` without adapters; an output that exists.
+    """
+    if output.exists() and any(output.iterdir()):
+        raise user_error(str(output), "exists and is not empty", "choose another folder")
+    facts, state = open_checkpoint(folder)
+    model_folder = folder / checkpoint_files.MODEL_FOLDER
+    wanted = DTYPES[dtype or facts["run"].get("precision") or "fp32"]
+    card = model_card(_class_name(model_folder), facts["state"], facts["run"])
+    if not (model_folder / "adapter_config.json").is_file():
+        if merge:
+            raise user_error("--merge", f"{folder} holds a whole model, no adapters", "leave it out")
+        _export_whole(state, model_folder, output, wanted, card, max_shard_bytes)
+    elif merge:
+        with tempfile.TemporaryDirectory(dir=output.resolve().parent, prefix=".tmp-adapter-") as scratch:
+            _export_adapter(state, model_folder, Path(scratch) / "adapter", torch.float32, card)
+            merge_adapter(Path(scratch) / "adapter", output, dtype=wanted)
+        (output / "README.md").write_text(card, encoding="utf-8")
+    else:
+        _export_adapter(state, model_folder, output, torch.float32 if dtype is None else wanted, card)
+
+
+def _class_name(model_folder: Path) -> str:
+    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
+    return (config.get("architectures") or [config["model_type"]])[0]
+
+
+def _export_whole(state: StoredState, model_folder: Path, output: Path, dtype: torch.dtype, card: str, max_shard_bytes: int) -> None:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    config = AutoConfig.from_pretrained(model_folder)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # a tied weight once
+    generation = GenerationConfig.from_pretrained(model_folder) if (model_folder / "generation_config.json").is_file() else None
+    export_model(
+        output,
+        weights_of(state, [name for name in shapes if name in set(state.names)]),
+        shapes,
+        model.config,
+        AutoTokenizer.from_pretrained(model_folder),
+        dtype=dtype,
+        is_main_process=True,
+        generation_config=generation,
+        card=card,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def _export_adapter(state: StoredState, model_folder: Path, output: Path, dtype: torch.dtype, card: str) -> None:
+    """The adapters alone, as peft reads them; they fit into host memory by nature."""
+    from peft import PeftConfig
+    from transformers import AutoTokenizer
+
+    attached = AttachedLora(PeftConfig.from_pretrained(str(model_folder)), [], 0)
+    weights = ((name, tensor.to(dtype)) for name, tensor in weights_of(state, state.names))
+    export_adapter(output, weights, attached, AutoTokenizer.from_pretrained(model_folder), is_main_process=True, card=card)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line. Returns 0 done, 2 wrong input."""
+    parser = argparse.ArgumentParser(prog="harness export", description="Turns a checkpoint into a folder that from_pretrained loads.")
+    parser.add_argument("checkpoint", type=Path, help="out/checkpoint-N")
+    parser.add_argument("output", type=Path, help="new folder")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of the weights; default: what the run computed in")
+    parser.add_argument("--merge", action="store_true", help="LoRA: add the adapters to the base model")
+    options = parser.parse_args(argv)
+    try:
+        export_checkpoint(options.checkpoint, options.output, options.dtype, merge=options.merge)
+    except UserError as error:
+        print(format_findings(error.findings), file=sys.stderr)
+        return 2
+    print(f"written: {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
