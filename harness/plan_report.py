@@ -158,6 +158,7 @@ def start_line(candidate: Candidate, model_flags: Sequence[str]) -> tuple[str, s
         head = f"torchrun --nproc_per_node {local}" if run.num_processes > 1 else "python"
     elif run.engine == "device_map":
         head, script = "python", [*script, "--device_map dynamic"]
+        script += [f"--in_flight_micro_batches {s.in_flight_micro_batches}"] if s.in_flight_micro_batches else []
     elif run.engine == "fsdp":
         name = "full_shard_offload" if s.param_offload != "none" else ("full_shard" if s.reshard_after_forward else "shard_grad_op")
         head = f"accelerate launch --config_file fsdp_configs/{name}.yaml --num_processes {run.num_processes}"

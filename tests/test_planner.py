@@ -320,6 +320,7 @@ def test_block_size_defaults_to_the_models_limit(no_measuring: Any, capsys: pyte
         ("zero3", {"max_live_parameters": 7}, "--deepspeed ds_configs/zero3.json", 'set "stage3_max_live_parameters" to 7'),
         ("zero3", {"optimizer_offload": 1.0, "param_offload": "nvme"}, "--deepspeed ds_configs/zero3_nvme.json", ""),
         ("device_map", {}, "python harness/run_clm.py M --device_map dynamic", ""),
+        ("device_map", {"in_flight_micro_batches": 2}, "--device_map dynamic --in_flight_micro_batches 2", ""),
     ],
 )
 def test_start_line_names_files_that_exist(engine: str, settings: dict[str, Any], words: str, change: str) -> None:
