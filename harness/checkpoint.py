@@ -50,12 +50,21 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
+_PEER_FAILED = "another rank could not write its files"
+
+
 class PendingSave:
-    """One save that is being written by threads."""
+    """One save that is being written by threads.
+
+    Attributes:
+        error: why this rank gave up.
+        peer_failed: set when the ranks, asking each other, learn that one gave up: its mark in the folder may be missing on a full disk.
+    """
 
     def __init__(self, step: int, marks: files.Marks, final: Path) -> None:
         self.step, self.marks, self.final = step, marks, final
         self.error: str | None = None
+        self.peer_failed = False
         self.threads: list[threading.Thread] = []
 
     def start(self, written: Future[None], timeout_s: float, on_complete: Callable[[Path], None]) -> None:
@@ -71,25 +80,28 @@ class PendingSave:
         try:
             written.result()
             marks.leave("written")
-            marks.wait("written", timeout_s)
+            marks.wait("written", timeout_s, self._reason_to_give_up)
             marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
         except Exception as error:
             self.error = _one_line(error)
             # On a full disk there is room for the mark when this rank takes something of its own away.
             (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # else the main process gives up by its time limit
+            with contextlib.suppress(OSError):  # else the others learn it when they next ask each other
                 marks.leave("failed", self.error)
 
     def _finish(self, timeout_s: float, on_complete: Callable[[Path], None]) -> None:
         marks = self.marks
         try:
-            shares = marks.wait("hashed", timeout_s, give_up=lambda: self.error)
+            shares = marks.wait("hashed", timeout_s, self._reason_to_give_up)
             marks.clear()
             files.complete(marks.folder, self.final, shares)
             on_complete(self.final)
         except Exception as error:
             self.error = _one_line(error)
             shutil.rmtree(marks.folder, ignore_errors=True)
+
+    def _reason_to_give_up(self) -> str | None:
+        return self.error or (_PEER_FAILED if self.peer_failed else None)
 
     def is_running(self) -> bool:
         return any(thread.is_alive() for thread in self.threads)
@@ -159,7 +171,9 @@ class Checkpointer:
         if problem is None:
             problem = self._first_problem(lambda: self._start_engine(folder))
         if problem:
-            if self.coordinator.is_main_process:
+            self._settle()
+            self.coordinator.gather(None)  # nobody writes into the folder any more
+            if is_main:
                 shutil.rmtree(folder, ignore_errors=True)
             self._report_failure(step, problem)
             return False
@@ -220,21 +234,28 @@ class Checkpointer:
         """Waits for the save that is being written; called on all ranks. Returns False when it failed."""
         if self.pending is not None:
             # Asking each other, not only their own threads, the ranks notice at once when one of them is gone.
-            while self.coordinator.max([float(self.pending.is_running())], "checkpoint being written")[0]:
-                time.sleep(0.02)
-        for future in self.writing:  # also of a save that was given up: its copies in host memory are still being read
-            with contextlib.suppress(Exception):  # reported by PendingSave, or given up already
-                future.result()
-        self.writing.clear()
+            running = True
+            while running:
+                own = [float(self.pending.is_running()), float(self.pending.error is not None)]
+                running, self.pending.peer_failed = map(bool, self.coordinator.max(own, "checkpoint being written"))
+                time.sleep(0.02 if running else 0.0)
+        self._settle()
         if self.pending is None:
             return True
         pending, self.pending = self.pending, None
         errors = [error for error in self.coordinator.gather(pending.error) if error]
         if errors:
-            self._report_failure(pending.step, errors[0])
+            self._report_failure(pending.step, next((error for error in errors if _PEER_FAILED not in error), errors[0]))
         elif self.coordinator.num_processes > 1:
             self.last_complete = pending.final
         return not errors
+
+    def _settle(self) -> None:
+        """Waits until this rank's engine writes no more, also of a save that was given up; what went wrong is reported elsewhere."""
+        for future in self.writing:
+            with contextlib.suppress(Exception):
+                future.result()
+        self.writing.clear()
 
     def find(self, wanted: str) -> Path | None:
         """The checkpoint to resume from, verified by its hashes; called on all ranks, which share the reading.

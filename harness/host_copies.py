@@ -48,7 +48,8 @@ class HostCopies:
 
         Tensors that are the same memory (tied weights) become one copy.
         """
-        leaves, structure = tree_flatten(tree)
+        # A shape is a value: taken apart it would come back as a plain tuple, which readers of checkpoints do not take.
+        leaves, structure = tree_flatten(tree, is_leaf=lambda item: isinstance(item, torch.Size))
         tensors = {_identity(leaf): leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)}
         if any(tensor.is_cuda for tensor in tensors.values()):
             copies = self._copy_fast(key, tensors)
