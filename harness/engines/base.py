@@ -214,6 +214,18 @@ def place_schedule(scheduler: Any, num_updates: int) -> None:
     advance(scheduler)
 
 
+def load_schedule(scheduler: Any, state: dict[str, Any]) -> None:
+    """Puts a schedule where a saved one was. Its rates are made anew: this run may have another length."""
+    scheduler.load_state_dict(state)
+    renew_rates(scheduler)
+
+
+def renew_rates(scheduler: Any) -> None:
+    """Computes the rates of where the schedule is."""
+    done = scheduler.last_batch_iteration + 1 if hasattr(scheduler, "last_batch_iteration") else scheduler.last_epoch
+    place_schedule(scheduler, done)
+
+
 def advance(scheduler: Any) -> None:
     """Steps a schedule; silent where the optimizer was stepped out of its sight (by a loss scaler)."""
     with warnings.catch_warnings():

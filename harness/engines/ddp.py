@@ -15,7 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, place_schedule, scaled_step, trained
+from harness.engines.base import (
+    Build,
+    advance,
+    clip_and_step,
+    compute_dtype,
+    load_schedule,
+    micro_batch_loss,
+    place_schedule,
+    scaled_step,
+    trained,
+)
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, num_parameters, set_activation_checkpointing
@@ -150,7 +160,7 @@ class DdpEngine:
     def load(self, directory: Path) -> None:
         extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
         if extra:
-            self.scheduler.load_state_dict(extra["scheduler"])
+            load_schedule(self.scheduler, extra["scheduler"])
             if extra.get("scaler"):
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))

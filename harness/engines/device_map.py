@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, place_schedule, scaled_step, trained
+from harness.engines.base import Build, advance, clip_and_step, compute_dtype, load_schedule, place_schedule, scaled_step, trained
 from harness.findings import UserError, has_errors
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -196,7 +196,7 @@ class DeviceMapEngine:
     def load(self, directory: Path) -> None:
         extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
         if extra:
-            self.scheduler.load_state_dict(extra["scheduler"])
+            load_schedule(self.scheduler, extra["scheduler"])
             if extra.get("scaler"):
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))

@@ -24,7 +24,17 @@ from torch.distributed.tensor import DTensor
 
 from harness.batches import MicroBatch, StepBatch
 from harness.engines import dcp, fsdp_reset
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, micro_batch_loss, place_schedule, scaled_step, trained
+from harness.engines.base import (
+    Build,
+    advance,
+    clip_and_step,
+    compute_dtype,
+    load_schedule,
+    micro_batch_loss,
+    place_schedule,
+    scaled_step,
+    trained,
+)
 from harness.findings import user_error
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
@@ -196,7 +206,7 @@ class FsdpEngine:
     def load(self, directory: Path) -> None:
         extra = dcp.load(directory, self.module, self.optimizer, self.coordinator)
         if extra:
-            self.scheduler.load_state_dict(extra["scheduler"])
+            load_schedule(self.scheduler, extra["scheduler"])
             if extra.get("scaler") and self.scaler.is_enabled():
                 self.scaler.load_state_dict(extra["scaler"])
             self.skipped.fill_(extra.get("skipped", 0.0))

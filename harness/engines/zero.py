@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from harness.batches import MicroBatch, StepBatch
 from harness.build_locks import clear_stale_build_locks
-from harness.engines.base import Build, micro_batch_loss, place_schedule, trained
+from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -259,6 +259,7 @@ class ZeroEngine:
     def load(self, directory: Path) -> None:
         path, client = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=self.lora is None)
         assert path is not None, f"DeepSpeed found nothing to load in {directory}"
+        renew_rates(self.scheduler)
         self.num_bad_losses = int(client.get("num_bad_losses", 0))
 
     @torch.no_grad()

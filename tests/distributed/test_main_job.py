@@ -48,8 +48,8 @@ def make_model_folder(folder: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def trainer_losses(model_folder: Path, texts: list[str], output: Path) -> list[float]:
-    """Losses of transformers' own Trainer: one process, accumulation 2, the documents in order."""
+def trainer_losses(model_folder: Path, texts: list[str], output: Path, **more: Any) -> list[float]:
+    """Losses of transformers' own Trainer: one process, accumulation 2, documents in order; `more` are further TrainingArguments."""
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     from harness.modeling import byte_tokenizer
@@ -70,25 +70,26 @@ def trainer_losses(model_folder: Path, texts: list[str], output: Path) -> list[f
             mask[row, :size] = 1
         return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=GLOBAL_BATCH // 2,
-        gradient_accumulation_steps=2,
-        max_steps=NUM_STEPS,
-        learning_rate=1e-3,
-        lr_scheduler_type="linear",
-        warmup_steps=3,
-        weight_decay=0.01,
-        max_grad_norm=1.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        seed=1,
-    )
+    values: dict[str, Any] = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": GLOBAL_BATCH // 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": NUM_STEPS,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 3,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "train_sampling_strategy": "sequential",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    arguments = TrainingArguments(**(values | more))
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, dtype="float32"), args=arguments, train_dataset=rows, data_collator=collate
     )
