@@ -72,6 +72,11 @@ def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> Non
     log.propagate = False
 
 
+# What gloo and NCCL say when a collective fails because another process does not take part.
+_SIGNS_OF_A_LOST_PEER = ("Timed out", "timed out", "Timeout", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
+SILENCE_S = 2.0
+
+
 class PeerFailedError(RuntimeError):
     """Another rank did not arrive, or reported a failure."""
 
@@ -97,6 +102,7 @@ class Coordinator:
     timeout_s: float
     host_group: Any = None
     checkpoint_group: Any = None
+    store: dist.Store | None = None
 
     @property
     def is_main_process(self) -> bool:
@@ -151,6 +157,25 @@ class Coordinator:
             dist.monitored_barrier(group=self.host_group, timeout=timedelta(seconds=self.timeout_s), wait_all_ranks=True)
         except RuntimeError as error:
             raise PeerFailedError(f"barrier '{name}': {error}") from None
+
+    def silent_ranks(self, error: BaseException) -> str:
+        """For the report of a failure that comes from another rank: which one says nothing. Costs up to two seconds.
+
+        Every rank that fails must call this, for it is how the others learn that it is there.
+
+        Returns:
+            The end of a sentence; empty where the error is this rank's own, or all ranks have failed with a word.
+        """
+        if self.store is None or self.num_processes == 1:
+            return ""
+        try:
+            self.store.set(f"failed/{self.process_index}", "")
+            if not any(sign in str(error) for sign in _SIGNS_OF_A_LOST_PEER):
+                return ""
+            silent = _absent(self.store, "failed", range(self.num_processes), SILENCE_S)
+        except RuntimeError:
+            silent = ["0"]  # whose store it was
+        return f" (rank {', '.join(silent)} does not answer)" if silent else ""
 
     def close(self) -> None:
         """Leaves the job in step with the others: gloo may abort a process that ends while another still talks to it."""
@@ -242,11 +267,13 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     if use_cuda:
         options["device_id"] = device
+    store: dist.Store | None = None
     if "MASTER_ADDR" in environ and "RANK" in environ:
-        dist.init_process_group(store=meet(rank, size, timeout_s), rank=rank, world_size=size, **options)
+        store = meet(rank, size, timeout_s)
+        dist.init_process_group(store=store, rank=rank, world_size=size, **options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
-    state = Coordinator(size, rank, local_rank, local_size, device, backend, timeout_s)
+    state = Coordinator(size, rank, local_rank, local_size, device, backend, timeout_s, store=store)
     state.host_group = dist.new_group(backend="gloo", timeout=timeout)
     state.checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
     return state

@@ -91,7 +91,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         coordinator.close()
         raise
     except BaseException as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
         log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
         run_folder.record_exit(folder, FAILED, reason, rank, started_s)
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.

@@ -131,7 +131,7 @@ def run_seed(server: ForkServer, inputs: Path, engine: str, seed: int, reference
     resumed = [row["step"] for row in _events(output, "resume")]
     outcome.resumed_at = resumed[-1] if resumed else 0
     outcome.problems += jobs.differences(jobs.train_rows(output), jobs.train_rows(reference), engine, inputs)
-    outcome.problems += _check_folder(output, reference, engine)
+    outcome.problems += _check_folder(output, reference, engine, outcome.resumed_at)
     return outcome
 
 
@@ -141,12 +141,15 @@ def _events(output: Path, name: str) -> list[dict[str, Any]]:
     return [row for row in read_metrics(output).of_kind("event") if row["event"] == name]
 
 
-def _check_folder(output: Path, reference: Path, engine: str) -> list[str]:
+def _check_folder(output: Path, reference: Path, engine: str, resumed_at: int) -> list[str]:
     """What is wrong with a finished run's folder."""
     problems: list[str] = []
+    second = jobs.NUM_STEPS - jobs.SAVE_STEPS
+    if second < resumed_at < jobs.NUM_STEPS:  # the first life was asked to stop, and saved there
+        second = resumed_at
     if jobs.exit_code(output) != 0:
         problems.append(f"exit.json says {jobs.exit_code(output)}")
-    if (kept := jobs.complete_checkpoints(output)) != [jobs.NUM_STEPS, jobs.NUM_STEPS - jobs.SAVE_STEPS]:
+    if (kept := jobs.complete_checkpoints(output)) != [jobs.NUM_STEPS, second]:
         problems.append(f"complete checkpoints are {kept}")
     if left := jobs.leftovers(output):
         problems.append(f"left behind: {left}")
@@ -172,14 +175,21 @@ def run_engine(server: ForkServer, inputs: Path, engine: str, seeds: Sequence[in
     return outcomes
 
 
-def table(results: dict[str, list[Outcome]]) -> str:
-    """Markdown, one row per engine."""
+def table(results: dict[str, list[Outcome]], earlier: str = "") -> str:
+    """Markdown, one row per engine.
+
+    Args:
+        earlier: a table whose rows of other engines are kept.
+    """
     lines = [
         "| engine | ranks | equal | rank / guard / launcher killed | while saving | steps done again, most | all gone within |",
         "|---|---|---|---|---|---|---|",
     ]
-    for engine, outcomes in results.items():
-        case = jobs.ENGINES[engine]
+    for engine, case in jobs.ENGINES.items():
+        outcomes = results.get(engine)
+        if not outcomes:
+            lines += [line for line in earlier.splitlines() if line.startswith(f"| {engine} |")]
+            continue
         good = sum(not outcome.problems for outcome in outcomes)
         kinds = " / ".join(str(sum(outcome.plan.victim == victim for outcome in outcomes)) for victim in VICTIMS)
         saving = sum(outcome.in_save for outcome in outcomes)
@@ -191,15 +201,16 @@ def table(results: dict[str, list[Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def report(results: dict[str, list[Outcome]], num_seeds: int) -> str:
+def report(results: dict[str, list[Outcome]], earlier: str) -> str:
     return f"""# SIGKILL at random moments
 
-`python -m tests.faults.kill9 --seeds {num_seeds}`: one epoch of {jobs.NUM_SAMPLES} samples in {jobs.NUM_STEPS} steps on CPU ranks (gloo),
-attention dropout on, a checkpoint every {jobs.SAVE_STEPS} steps. Each seed kills a rank, its guard or the launcher with SIGKILL at a random
-moment, then gives the same command again. "Equal" is: steps 1 to {jobs.NUM_STEPS} without gap or repeat, every sample exactly once, losses,
-gradient norms, learning rates and final weights those of the uninterrupted run, the two newest checkpoints complete, no temporary file.
+`python -m tests.faults.kill9 --seeds 20 --output benchmarks/results/kill9.md`: one epoch of {jobs.NUM_SAMPLES} samples in
+{jobs.NUM_STEPS} steps on CPU ranks (gloo), attention dropout on, a checkpoint every {jobs.SAVE_STEPS} steps. Each seed kills a rank, its
+guard or the launcher with SIGKILL at a random moment, then gives the same command again. "Equal" is: steps 1 to {jobs.NUM_STEPS} without
+gap or repeat, every sample exactly once, losses, gradient norms, learning rates and final weights those of the uninterrupted run, the two
+newest checkpoints complete, no temporary file.
 
-{table(results)}
+{table(results, earlier)}
 """
 
 
@@ -208,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20, help="seeds per engine")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--engine", action="append", choices=list(jobs.ENGINES), help="only this one; may be repeated")
-    parser.add_argument("--output", type=Path, help="Markdown file for the table")
+    parser.add_argument("--output", type=Path, help="Markdown file for the table; rows of engines that are not run stay")
     options = parser.parse_args(argv)
     results: dict[str, list[Outcome]] = {}
     with tempfile.TemporaryDirectory(prefix="kill9-") as name, ForkServer() as server:
@@ -219,7 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[engine] = run_engine(server, inputs, engine, seeds, inputs / engine)
             print(json.dumps({engine: [not outcome.problems for outcome in results[engine]]}), flush=True)
             if options.output:  # after each engine: what is done is not lost
-                options.output.write_text(report(results, options.seeds), encoding="utf-8")
+                earlier = options.output.read_text(encoding="utf-8") if options.output.exists() else ""
+                options.output.write_text(report(results, earlier), encoding="utf-8")
     print(table(results))
     return int(any(outcome.problems for outcomes in results.values() for outcome in outcomes))
 
