@@ -177,6 +177,7 @@ def serve() -> None:
 
     for name in _MODULES:
         importlib.import_module(name)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"the server has {threads} threads"
     # Guards whose launcher was killed become the server's children, and leave no zombies where process 1 reaps none.

@@ -112,7 +112,7 @@ def test_a_stop_at_a_step_that_was_just_saved_keeps_that_checkpoint(server: Fork
     command = jobs.arguments(inputs, output, "single", "--save_steps", "1", "--save_total_limit", "1")
     life = server.start(command, 1, tmp_path / "life")
     wait_for_step(life, output, 3)
-    os.kill(life.ranks[0], signal.SIGTERM)
+    os.kill(life.guards[0], signal.SIGHUP)  # a closed terminal asks to stop like all else
     assert life.wait(100) == {0: 75}
     (step,) = jobs.complete_checkpoints(output)
     assert life.output().count(f"checkpoint {output}/checkpoint-{step} complete") == 1
