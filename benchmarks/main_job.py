@@ -77,6 +77,9 @@ def jobs(num_gpus: int) -> list[dict[str, Any]]:
         result.append({"name": name, "kind": "accelerate", "template": name, "more": [], **small})
     for name in ("zero1", "zero2", "zero2_offload", "zero3_offload"):
         result.append({"name": name, "kind": "deepspeed", "template": name, "more": ds(name), **small})
+    fp16 = ["--deepspeed", str(ROOT / "tests" / "cases" / "user_zero3_fp16_offload.json"), "--precision", "fp16"]
+    # A user's own file decides learning rate, schedule and clipping: no flag of these may be typed.
+    result.append({"name": "user-fp16-offload", "kind": "deepspeed", "template": "", "more": fp16, "untyped": True, **small})
     result.append({"name": "ddp", "kind": "torchrun", "template": "", "more": [], **small})
     result.append(
         {"name": "fsdp-fp16", "kind": "torchrun", "template": "", "more": ["--fsdp", "full_shard", "--precision", "fp16"], **small}
@@ -96,6 +99,10 @@ def run(job: dict[str, Any], num_gpus: int, folder: Path, port: int, timeout_s: 
     command = launcher(job["kind"], job["template"], num_gpus, port) + arguments(
         job["shape"], job["sequence"], job["steps"], job["micro"], output, folder / "cache", job["more"]
     )
+    if job.get("untyped"):
+        for flag in ("--learning_rate", "--lr_scheduler_type", "--warmup_steps", "--precision"):
+            place = command.index(flag)
+            del command[place : place + 2]
     environment = dict(os.environ, OMP_NUM_THREADS="4")
     if job["kind"] == "python":
         environment["CUDA_VISIBLE_DEVICES"] = "0"

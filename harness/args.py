@@ -317,7 +317,8 @@ class _Parser:
                 key, _, rest = message.removeprefix("argument ").partition(": ")
                 raise user_error(key.split("/")[0], rest or message, "see --help")
 
-        self.inner = Raising(GROUPS, allow_abbrev=False, prog="run_clm.py")
+        groups: Any = GROUPS
+        self.inner = Raising(groups, allow_abbrev=False, prog="run_clm.py")
         for action in self.inner._actions:
             if action.type is string_to_bool and action.nargs is None:  # Optional[bool]: bare means True, as for bool
                 action.nargs, action.const = "?", True
@@ -411,8 +412,9 @@ def parse_args(argv: Sequence[str]) -> Arguments:
         raise UserError(finding for finding in findings if finding.severity == "error")
     namespace, typed = _Parser().parse(translated)
     parsed = vars(namespace)
-    groups = [group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS]
-    args = Arguments(*groups, typed=frozenset(typed), notes=tuple(findings))
+    groups: list[Any] = [group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS]
+    args = Arguments(*groups)
+    args.typed, args.notes = frozenset(typed), tuple(findings)
     return resolve(args)
 
 
@@ -444,9 +446,7 @@ def _early_stopping_problems(train: TrainArguments, typed: frozenset[str]) -> li
     key = "--early_stopping_patience"
     if train.early_stopping_patience is None:
         if "early_stopping_threshold" in typed:
-            return [
-                Finding("error", "--early_stopping_threshold", "has no effect alone", "add --early_stopping_patience 3")
-            ]
+            return [Finding("error", "--early_stopping_threshold", "has no effect alone", "add --early_stopping_patience 3")]
         return []
     found = []
     if train.early_stopping_patience < 1:

@@ -84,7 +84,7 @@ def head_is_plain(model: nn.Module) -> bool:
     return len(assignments) == 1 and (match := plain.match(assignments[0].strip())) is not None and match.group(1) in names
 
 
-def install_loss(model: nn.Module, chunk_size: int) -> None:
+def install_loss(model: Any, chunk_size: int) -> None:
     """Makes `model(input_ids=..., labels=...)` return the summed loss (scalar float32) instead of logits.
 
     Without labels the model behaves as before. The forward of the instance is replaced, not the class, so that wrappers (FSDP2, DDP,

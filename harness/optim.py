@@ -17,7 +17,8 @@ from harness.findings import user_error
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
     """Two groups: matrices with weight decay; norms, biases and other vectors without. Frozen parameters are left out."""
-    decay, no_decay = [], []
+    decay: list[nn.Parameter] = []
+    no_decay: list[nn.Parameter] = []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
             # Under ZeRO-3 the local tensor is empty; its real shape is ds_shape.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from harness.findings import UserError
@@ -42,7 +44,7 @@ def test_every_rung_is_lower_and_the_ladder_ends(micro: int, mode: str, block: i
     start = MemorySettings(micro, activation_checkpointing=mode, reshard_after_forward=reshard)  # type: ignore[arg-type]
     ladder = default_ladder(start, block_size=block)
     assert ladder[0] == start
-    assert all(is_lower(below, above) for above, below in zip(ladder, ladder[1:], strict=False))
+    assert all(is_lower(below, above) for above, below in itertools.pairwise(ladder))
     current, taken = start, 0
     while (following := next_settings(ladder, current)) is not None:
         assert is_lower(following, current)

@@ -1,0 +1,152 @@
+"""Real out-of-memory on this machine's GPUs: one rank's memory is limited in mid-run, or the batch does not fit from the start.
+
+    python benchmarks/recovery.py --output benchmarks/results/recovery.json [--num_gpus 2] [--only fsdp,ddp]
+
+For each engine a clean run and a run in which, before step 6, the last rank may use no more than weights, optimizer state and 85 % of what
+its steps needed on top of them so far. Then a micro-batch far too large, which the dry run before step 1 brings down. Reported:
+whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss from the clean run's. The learning rate
+is small, so that the differences of rounding that a GPU makes from run to run do not grow. Prints a table last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+LIMIT_VARIABLE = "HARNESS_BENCHMARK_LIMIT_AT_STEP"
+STEPS = 12
+SHARE = 0.85  # of what a step needs on top of weights and optimizer state, once the memory is limited
+
+
+def worker() -> int:
+    """`run_clm.py` whose last rank has its memory limited before one step, as another program on the card would do."""
+    import torch
+
+    from harness import run_clm, trainer
+
+    at = int(os.environ.get(LIMIT_VARIABLE, "0"))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    original, read = trainer.Trainer._global_counts, trainer.StepWatch.read
+    peaks = [0]
+
+    def reading(self: Any) -> dict[str, Any]:  # the log resets the allocator's peak after each row
+        peaks[0] = max(peaks[0], torch.cuda.max_memory_allocated())
+        return read(self)
+
+    def limited(self: Any, batch: Any) -> tuple[int, int]:
+        if at and rank == size - 1 and self.state.step == at - 1:
+            device = torch.cuda.current_device()
+            torch.cuda.empty_cache()
+            held, peak = torch.cuda.memory_allocated(device), peaks[0]
+            limit = held + (peak - held) * SHARE
+            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory, device)
+            print(f"[benchmark] rank {rank} limited to {limit / 2**30:.2f} GiB (peak was {peak / 2**30:.2f})", flush=True)
+        return original(self, batch)
+
+    trainer.StepWatch.read = reading  # type: ignore[method-assign]
+    trainer.Trainer._global_counts = limited  # type: ignore[method-assign]
+    return run_clm.main(sys.argv[1:])
+
+
+def run(
+    name: str, engine: list[str], micro: int, limit_at: int, num_gpus: int, folder: Path, port: int, timeout_s: float
+) -> dict[str, Any]:
+    from benchmarks.main_job import SHAPE_1B, arguments
+
+    output = folder / name
+    more = [*engine, "--save_strategy", "no", "--save_final", "False", "--activation_checkpointing", "none"]
+    tokens = arguments(SHAPE_1B, 2048, STEPS, micro, output, folder / "cache", more)
+    tokens[tokens.index("--logging_steps") + 1] = "1"
+    tokens[tokens.index("--learning_rate") + 1] = "1e-5"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(num_gpus),
+        "--master_port",
+        str(port),
+        __file__,
+        *tokens,
+    ]
+    environment = dict(os.environ, OMP_NUM_THREADS="4", HARNESS_BENCHMARK_WORKER="1", **{LIMIT_VARIABLE: str(limit_at)})
+    started = time.monotonic()
+    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
+        try:
+            code: int | str = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = "timeout"
+    metrics = output / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    ladder = json.loads((output / "ladder.json").read_text()) if (output / "ladder.json").exists() else {"steps_down": []}
+    train = [row for row in rows if row["kind"] == "train"]
+    result = {
+        "name": name,
+        "code": code,
+        "seconds": round(time.monotonic() - started, 1),
+        "losses": {row["step"]: row["loss"] for row in train},
+        "step_times_s": {row["step"]: row["step_time_s"] for row in train},
+        "tokens_per_second_per_gpu": train[-1]["tokens_per_second_per_gpu"] if train else None,
+        "peak_memory_gib": max((row.get("peak_memory_gib") or 0 for row in train), default=0),
+        "steps_down": ladder["steps_down"],
+    }
+    if code != 0:
+        result["tail"] = (folder / f"{name}.log").read_text(errors="replace")[-1500:]
+    return result
+
+
+def main() -> int:
+    if os.environ.get("HARNESS_BENCHMARK_WORKER"):
+        return worker()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", required=True)
+    parser.add_argument("--num_gpus", type=int, default=None)
+    parser.add_argument("--only", default="fsdp,zero3,ddp")
+    parser.add_argument("--timeout_s", type=float, default=150)
+    options = parser.parse_args()
+    import torch
+
+    num_gpus = options.num_gpus or torch.cuda.device_count()
+    folder = Path(tempfile.mkdtemp(prefix="recovery-"))
+    engines = {"fsdp": ["--fsdp", "full_shard"], "zero3": ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")], "ddp": []}
+    results: list[dict[str, Any]] = []
+    port = 29800
+    for name in options.only.split(","):
+        cases = [(f"{name}-clean", 4, 0, []), (f"{name}-limited", 4, 6, [])]
+        if name == "fsdp":
+            cases += [("fsdp-no-votes", 4, 0, ["--no_oom_recovery"]), ("fsdp-too-large", 48, 0, [])]
+        for case, micro, limit_at, more in cases:
+            port += 1
+            results.append(run(case, [*engines[name], *more], micro, limit_at, num_gpus, folder, port, options.timeout_s))
+            print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
+            facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
+            Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
+    print(f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {'lost s':>7s} {'loss diff':>10s}  ladder")
+    clean = {row["name"].split("-")[0]: row["losses"] for row in results if row["name"].endswith("clean")}
+    for row in results:
+        pairs = [(row["losses"].get(step), loss) for step, loss in clean.get(row["name"].split("-")[0], {}).items()]
+        difference = max((abs(ours - theirs) / theirs for ours, theirs in pairs if ours is not None), default=float("nan"))
+        lost = sum(step.get("seconds", 0) for step in row["steps_down"])
+        changes = "; ".join(f"{step['phase']}@rank{step['rank']}: {step['change']}" for step in row["steps_down"])
+        speed = row["tokens_per_second_per_gpu"] or 0
+        print(
+            f"{row['name']:16s} {row['code']!s:>7s} {speed:10.1f} {row['peak_memory_gib']:6.1f} {lost:7.2f} {difference:10.2e}  {changes}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

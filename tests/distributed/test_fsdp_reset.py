@@ -1,0 +1,115 @@
+"""Gradients after a failed forward or backward under FSDP2 are the ones of an undisturbed step, not only the loss.
+
+The trap: gradients that a failed backward left on gathered parameters are added to the retry's, exactly doubling some of them, while the
+loss looks right. Both ways of resetting are tried: torch's public one (2.13) and ours for older versions.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from harness.engines import fsdp_reset
+from launch.machine import free_port
+
+PLACES = ("forward of micro-batch 2", "backward of micro-batch 1", "backward of micro-batch 2", "recompute of micro-batch 2")
+
+
+def build(recompute: bool) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from harness.modeling import set_activation_checkpointing
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config)
+    set_activation_checkpointing(model, "full" if recompute else "none")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model.train()
+
+
+def gradients(model: Any) -> list[torch.Tensor]:
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def step(model: Any, batches: list[torch.Tensor], fail_at: str) -> bool:
+    """Two micro-batches; True when the wanted failure came."""
+    target, count = model.model.layers[1].mlp, {"micro": 0}
+
+    def fail(kind: str) -> None:
+        if fail_at == f"{kind} of micro-batch {count['micro']}":
+            raise torch.OutOfMemoryError("injected")
+
+    def forward(*_: Any) -> None:
+        fail("recompute" if torch._C._current_graph_task_id() != -1 else "forward")
+
+    hooks = [target.register_forward_pre_hook(forward), target.register_full_backward_hook(lambda *_: fail("backward"))]
+    failed = False
+    try:
+        for ids in batches:
+            count["micro"] += 1
+            model(input_ids=ids, labels=ids).loss.backward()
+    except torch.OutOfMemoryError:
+        failed = True
+    for hook in hooks:
+        hook.remove()
+    return failed
+
+
+def rank_main(rank: int, port: int, private: bool, wrong: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    source = torch.Generator().manual_seed(rank)
+    batches = [torch.randint(0, 64, (2, 16), generator=source) for _ in range(2)]
+    for place in PLACES:
+        model = build(recompute=place.startswith("recompute"))
+        assert not step(model, batches, "")
+        expected = gradients(model)
+        model.zero_grad()
+        if not step(model, batches, place):
+            wrong.put(f"{place}: nothing failed")
+        model.zero_grad()
+        if private:
+            fsdp_reset.reset(model)
+        else:
+            model.reset_iter_state()
+        model.zero_grad()
+        assert not step(model, batches, "")
+        bad = [index for index, (one, two) in enumerate(zip(gradients(model), expected, strict=True)) if not torch.equal(one, two)]
+        if bad:
+            wrong.put(f"{place}: gradients {bad} differ")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("private", [False, True], ids=["public reset", "reset for older torch"])
+def test_recovered_gradients_are_right(private: bool) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    if not private and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("this torch has no reset_iter_state")
+    wrong = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(rank_main, args=(free_port(), private, wrong), nprocs=2)
+    messages = []
+    while not wrong.empty():
+        messages.append(wrong.get())
+    assert messages == []
