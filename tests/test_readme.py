@@ -157,10 +157,11 @@ def check_start(words: list[str]) -> None:
         words = ["python", "launch/run.py", "--engine", engine, *words[1:]]
     script, arguments = script_of(words)
     assert Path(script).is_file(), script
-    if script == "launch/run.py":
+    which = str(Path(script).resolve().relative_to(ROOT))
+    if which == "launch/run.py":
         options, rest = run.read_options(arguments)
         check_start(make_plan(options, rest, environ={}, physical=EIGHT_GPUS).command)
-    elif script != "harness/run_clm.py":
+    elif which != "harness/run_clm.py":
         shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
         assert [word for word in arguments if word.startswith("--") and f"{word} " not in shown] == []
     elif arguments == ["--help"]:
@@ -189,6 +190,7 @@ def test_commands_that_start_training_are_accepted(here: Path) -> None:
         "python harness/run_clm.py --config run.yaml --learnig_rate 1e-4",
         "python harness/run.py --config run.yaml",
         "launch/ddp.sh --num_gpus 9 --config run.yaml",
+        "launch/fsdp.sh --num_gpus 4 --output_dir out --learnig_rate 1e-4",
         "python launch/example_lora.py --output_dir out --lora_rank 3",
     ],
 )
