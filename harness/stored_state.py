@@ -10,6 +10,7 @@ import io
 import json
 import logging
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -82,7 +83,9 @@ class DcpState:
 
         entry = self.entries[key]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        checkpoint.load({key: tensor}, storage_reader=self.reader, no_dist=True)
+        with warnings.catch_warnings():  # that it reads in one process is what is wanted
+            warnings.simplefilter("ignore", UserWarning)
+            checkpoint.load({key: tensor}, storage_reader=self.reader, no_dist=True)
         return tensor
 
 

@@ -130,7 +130,7 @@ def test_the_trainers_steps_per_epoch_must_be_ours() -> None:
 # ------------------------------------------------------------------------------------------------------------- taking over
 
 
-def trained_model(steps: int) -> tuple[torch.nn.Module, torch.optim.AdamW, Any]:
+def trained_model(steps: int) -> tuple[torch.nn.Linear, torch.optim.AdamW, Any]:
     torch.manual_seed(0)
     module = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)

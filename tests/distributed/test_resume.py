@@ -136,7 +136,9 @@ def test_a_checkpoint_of_transformers_trainer_goes_on_as_the_trainer_would(input
 
 def test_a_changed_batch_is_refused_with_both_numbers_and_force_goes_on(inputs: dict[str, Any], straight: Result, tmp_path: Path) -> None:
     wanted = ["--max_steps", str(STEPS), "--resume_from_checkpoint", str(checkpoint_of(straight, 9))]
-    refused = run_launcher("python", 1, arguments(inputs, tmp_path / "refused", 1, 4, *wanted, "--target_batch_size", "4"), timeout_s=200)
+    refused = run_launcher(
+        "python", 1, arguments(inputs, tmp_path / "refused", 1, 4, *wanted, "--gradient_accumulation_steps", "1"), timeout_s=200
+    )
     assert refused.exit_json is not None and refused.exit_json["code"] == 2
     assert "the checkpoint had 8 samples per step, this run has 4" in refused.stdout
     forced = run_launcher(
