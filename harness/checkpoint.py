@@ -245,6 +245,8 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         errors = [error for error in self.coordinator.gather(pending.error) if error]
         if errors:
+            if self.coordinator.is_main_process:  # again, now that no rank's thread can leave a mark in it any more
+                shutil.rmtree(pending.marks.folder, ignore_errors=True)
             self._report_failure(pending.step, next((error for error in errors if _PEER_FAILED not in error), errors[0]))
         elif self.coordinator.num_processes > 1:
             self.last_complete = pending.final
