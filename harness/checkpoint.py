@@ -97,8 +97,7 @@ class PendingSave:
             files.complete(marks.folder, self.final, shares)
             on_complete(self.final)
         except Exception as error:
-            self.error = _one_line(error)
-            shutil.rmtree(marks.folder, ignore_errors=True)
+            self.error = _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
 
     def _reason_to_give_up(self) -> str | None:
         return self.error or (_PEER_FAILED if self.peer_failed else None)
@@ -245,7 +244,7 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         errors = [error for error in self.coordinator.gather(pending.error) if error]
         if errors:
-            if self.coordinator.is_main_process:  # again, now that no rank's thread can leave a mark in it any more
+            if self.coordinator.is_main_process:
                 shutil.rmtree(pending.marks.folder, ignore_errors=True)
             self._report_failure(pending.step, next((error for error in errors if _PEER_FAILED not in error), errors[0]))
         elif self.coordinator.num_processes > 1:
