@@ -40,6 +40,8 @@ class Evaluator:
         self.batches, self.eval_loss, self.coordinator = batches, eval_loss, coordinator
         self.batch_size, self.every_steps, self.on_result = batch_size, every_steps, on_result
         self.last_step = -1
+        # Called before the ranks add up: stops where another one ran out of memory and will not come.
+        self.check: Callable[[], None] = lambda: None
 
     def lower(self) -> str | None:
         """Halves the batch after an out-of-memory; what changed, or None where it is one sample already. Training is not touched."""
@@ -64,6 +66,7 @@ class Evaluator:
             value = self.eval_loss(micro)
             loss_sum = value if loss_sum is None else loss_sum + value
             num_tokens += micro.num_label_tokens
+        self.check()
         total, count = self.coordinator.sum([0.0 if loss_sum is None else float(loss_sum), num_tokens], "evaluation")
         loss = total / count if count else float("nan")
         result = {

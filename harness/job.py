@@ -303,6 +303,7 @@ def _trainer(
             on_result=trainer.note_evaluation,
         )
         trainer.recovery.lower["evaluate"] = trainer.evaluator.lower
+        trainer.evaluator.check = trainer.recovery.check
     return trainer
 
 

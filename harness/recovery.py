@@ -79,9 +79,11 @@ class Recovery:
         # What each phase that can be redone lowers; each returns what changed, or None where nothing is left.
         self.lower: dict[str, Callable[[], str | None]] = {"step": self._lower_settings}
         self.vote: Vote | None = None
+        self.check: Callable[[], None] = lambda: None
         if self.ladder and getattr(engine, "resettable", True):
             self.vote = make_vote(coordinator)
-            engine.install_votes(checker(self.vote))
+            self.check = checker(self.vote)
+            engine.install_votes(self.check)
         elif self.ladder:
             log.warning("an out-of-memory ends this run: steps with offload to host memory cannot be redone in process")
 

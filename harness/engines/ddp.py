@@ -67,9 +67,7 @@ class DdpEngine:
             options["bucket_cap_mb"] = train.ddp_bucket_cap_mb
         ids = [self.device.index] if self.device.type == "cuda" else None
         # Every rank filled its copy with the same values, so nothing has to be sent at start.
-        return DistributedDataParallel(
-            self.module, device_ids=ids, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True, **options
-        )
+        return DistributedDataParallel(self.module, device_ids=ids, init_sync=False, gradient_as_bucket_view=True, **options)
 
     def install_votes(self, check: Callable[[], None]) -> None:
         """From here on gradients are summed by one voted pass after the last backward, not by DDP's hooks inside backward.

@@ -72,6 +72,7 @@ def test_two_ranks_then_four_then_one(inputs: dict[str, Any], straight: Result, 
     check_continued(one, straight, 6)
 
 
+@pytest.mark.slow
 def test_zero_to_another_stage_then_four_ranks_then_another_engine(inputs: dict[str, Any], straight: Result, tmp_path: Path) -> None:
     zero2 = train(inputs, tmp_path / "zero2", "zero2", 2, source=checkpoint_of(straight, 3))
     check_continued(zero2, straight, 3)

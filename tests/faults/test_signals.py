@@ -119,9 +119,9 @@ def test_stopped_runs_go_on_exactly(
         with launched(kind, size, arguments, output_dir=output, **options) as launch:
             wait_for_next_steps(launch, output, step)
             STOPS[stop](launch)
-            step = check_stopped(launch.finish(250, orphans_s=GONE_WITHIN_S), output, step)
+            step = check_stopped(launch.finish(400, orphans_s=GONE_WITHIN_S), output, step)
     with launched(kind, size, arguments, output_dir=output, **options) as launch:
-        result = launch.finish(250)
+        result = launch.finish(400)
     assert result.returncode == 0, result.stdout
     assert jobs.exit_code(output) == 0
     tolerance = jobs.ENGINES[engine].relative_tolerance
