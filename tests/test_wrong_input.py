@@ -182,7 +182,7 @@ def test_yaml_file_and_flags_of_both_spellings(tmp_path: Path) -> None:
 
 
 def test_nan_loss_is_skipped_or_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Step 2's loss is made infinite: the weights stay as they were, the count is shown; with the policy "stop" the run ends."""
+    """Step 2 (the third forward, after the dry run's) has an infinite loss: weights stay, the count is shown; "stop" ends the run."""
     from harness.engines import ddp
     from harness.run_clm import main
 
@@ -192,7 +192,7 @@ def test_nan_loss_is_skipped_or_stops(tmp_path: Path, monkeypatch: pytest.Monkey
     def poisoned(*args: object) -> object:
         calls["n"] += 1
         loss = original(*args)  # type: ignore[arg-type]
-        return loss * float("inf") if calls["n"] == 2 else loss
+        return loss * float("inf") if calls["n"] == 3 else loss
 
     monkeypatch.setattr(ddp, "micro_batch_loss", poisoned)
     assert main(command(tmp_path, max_steps=4, logging_steps=1)) == 0

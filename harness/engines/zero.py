@@ -223,6 +223,7 @@ class ZeroEngine:
         for bucket in optimizer.ipg_buckets.values():
             bucket.clear()
             bucket.index = 0
+        optimizer.extra_large_param_to_reduce.clear()  # one larger than the bucket, waiting for its reduction
         optimizer._clear_previous_reduced_grads()
         optimizer.reset_partition_gradient_structures()
         for index in range(len(optimizer.params_already_reduced)):
