@@ -6,6 +6,7 @@ touches a GPU: it works when there is no memory left, and a rank never waits for
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import tempfile
@@ -32,7 +33,12 @@ class SharedMemoryVote:
 
     Each rank owns one 64-bit word: 2 x (number of its votes) + its flag, written at once, so number and flag belong together. A rank
     whose number is ahead of mine saw my vote's round come out False (it would have stopped otherwise), so its flag in my round was False.
+
+    Each rank also holds a lock on one byte of the file. The kernel lets go of it when the process ends, however it ends: that is how the
+    others learn, within LOOK_S, that there is nobody to wait for.
     """
+
+    LOOK_S = 0.25
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.rank, self.num_ranks = coordinator.process_index, coordinator.num_processes
@@ -47,8 +53,9 @@ class SharedMemoryVote:
             os.close(handle)
         path = coordinator.broadcast(path)
         assert path is not None
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), size)
+        self._file = open(path, "r+b", buffering=0)  # noqa: SIM115 - closing it would let go of the lock
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self.rank)
+        self._memory = mmap.mmap(self._file.fileno(), size)
         self._words = np.frombuffer(self._memory, dtype=np.int64)[:: 64 // 8]
         coordinator.wait_for_everyone("votes in shared memory")
         if coordinator.is_main_process:
@@ -58,7 +65,7 @@ class SharedMemoryVote:
         self.num_votes += 1
         number = self.num_votes
         self._words[self.rank] = 2 * number + int(out_of_memory)
-        spins, deadline = 0, 0.0
+        spins, deadline, next_look = 0, 0.0, 0.0
         while True:
             words = self._words.copy()
             if (words >> 1).min() >= number:
@@ -67,11 +74,28 @@ class SharedMemoryVote:
             if spins < 200:
                 continue
             now = time.monotonic()
-            deadline = deadline or now + self.timeout_s
+            deadline, next_look = deadline or now + self.timeout_s, next_look or now + self.LOOK_S
+            if now > next_look:
+                next_look = now + self.LOOK_S
+                if gone := self._gone(number):
+                    raise PeerFailedError(f"rank {', '.join(map(str, gone))} has ended without a vote")
             if now > deadline:
                 late = np.flatnonzero((words >> 1) < number).tolist()
                 raise PeerFailedError(f"ranks {late} did not vote within {self.timeout_s:.0f} s")
             time.sleep(0.00002 if spins < 20_000 else 0.001)
+
+    def _gone(self, number: int) -> list[int]:
+        """Ranks whose process has ended before this vote."""
+        ended: list[int] = []
+        for rank in np.flatnonzero((self._words >> 1) < number).tolist():
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            except OSError:  # its owner is there
+                continue
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, rank)
+            ended.append(rank)
+        # One that ended after its vote is no loss here.
+        return [rank for rank in ended if self._words[rank] >> 1 < number]
 
 
 class GlooVote:
