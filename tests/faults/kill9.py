@@ -210,8 +210,7 @@ guard or the launcher with SIGKILL at a random moment, then gives the same comma
 gap or repeat, every sample exactly once, losses, gradient norms, learning rates and final weights those of the uninterrupted run, the two
 newest checkpoints complete, no temporary file.
 
-"All gone within" counts from the kill until no process of the job runs. On CPU, ranks of ZeRO whose peer was killed spin in DeepSpeed's
-shared-memory reduction; the launcher ends them, here after 15 s.
+"All gone within" counts from the kill until no process of the job runs.
 
 {table(results, earlier)}
 """
