@@ -5,7 +5,8 @@
 
 - a launcher that dies (the deepspeed runner leaves its ranks behind when it is killed) ends the run with a save, not with orphans;
 - a guard that dies takes its child with it;
-- the child's exit code and signal reach the launcher unchanged.
+- the child's exit code and signal reach the launcher unchanged;
+- a child that must come back with smaller settings is started again, on all ranks, without the launcher's notice (harness.relaunch_hub).
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+from harness import guard_line
+from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, send_line
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -28,6 +34,12 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.5
 # A launcher that is gone is a request to stop; after this long the child is killed.
 ORPHAN_GRACE_S = 30.0
+# Between a ruling and the end of a child that does not end by itself.
+FAIL_GRACE_S = 5.0
+RELAUNCH_GRACE_S = 0.5
+# A guard whose child has ended leaves without the hub's word after this long: it failed, or ended in order while others still write.
+LAST_WORD_S = 20.0
+IN_ORDER_S = 60.0
 _LAUNCHER_PROGRAMS = {"torchrun", "deepspeed", "accelerate", "accelerate-launch"}
 _LAUNCHER_MODULES = {
     "torch.distributed.run",
@@ -90,6 +102,26 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def num_kernel_kills() -> int:
+    """Processes of this cgroup that the kernel has killed for memory so far; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                places = [Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events", Path("/sys/fs/cgroup/memory.events")]
+            elif "memory" in controllers.split(","):
+                base = Path("/sys/fs/cgroup/memory")
+                places = [base / path.lstrip("/") / "memory.oom_control", base / "memory.oom_control"]
+            else:
+                continue
+            for place in filter(Path.is_file, places):
+                for entry in place.read_text().splitlines():
+                    name, _, value = entry.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+    return 0
+
+
 class Child(Protocol):
     """The training process, as subprocess.Popen shows it."""
 
@@ -101,41 +133,207 @@ class Child(Protocol):
 
 
 class Guard:
-    """Runs one training process."""
+    """Runs one training process, and starts it again where the guards of the job agree on it."""
 
     def __init__(self, command: list[str]) -> None:
         self.command = command
+        self.rank, self.num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.launchers = launchers_above(os.getpid())
         self.kill_at_s: float | None = None
+        self.leave_at_s: float | None = None
         self.child: Child | None = None
+        self.selector = selectors.DefaultSelector()
+        self.hub: Hub | None = None
+        self.rules = Rulings(1)
+        self.to_hub: socket.socket | None = None
+        self.from_hub = Lines()
+        self.ruling: Ruling | None = None
+        self.attempt = 0
+        self.reported = self.stop_asked = False
+        self.cause: dict[str, Any] | None = None
+        self.held: dict[str, int] = {}
+        if self.num_ranks > 1 and self.rank == 0:
+            everywhere = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", self.num_ranks))) < self.num_ranks
+            self.hub = Hub(self.num_ranks, self.selector, everywhere=everywhere)
         self.read_end, write_end = os.pipe()
         for end in (self.read_end, write_end):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(write_end)
+        self.selector.register(self.read_end, selectors.EVENT_READ, self._take_signals)
         for number in (*FORWARDED, signal.SIGCHLD):
             # Under nohup a closed terminal is no reason to stop.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, lambda *_: None)
 
     def run(self) -> int:
-        """Starts the child and stays until it ends. Returns its exit code; dies of the child's signal if that killed it."""
-        self.child = self.start_child()
-        selector = selectors.DefaultSelector()
-        selector.register(self.read_end, selectors.EVENT_READ)
-        while self.child.poll() is None:
-            if selector.select(timeout=POLL_S):
-                with contextlib.suppress(BlockingIOError):
-                    for number in os.read(self.read_end, 64):
-                        if number in FORWARDED:
-                            self._send(signal.Signals(number))
+        """Starts the child and stays until it has ended for good. Returns its exit code; dies of the child's signal if that killed it."""
+        self._start()
+        while True:
+            for key, _ in self.selector.select(timeout=POLL_S):
+                key.data()
+            if self.hub is not None:
+                self.hub.tick()
             self._watch_launchers()
-        assert self.child.returncode is not None
-        return self._leave(self.child.returncode)
+            if self.child is not None and self.child.poll() is not None:
+                code = self._after_end(self.child)
+                if code is not None:
+                    self._hang_up()
+                    return self._leave(code)
 
-    def start_child(self) -> Child:
+    # ---- the child
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(theirs.fileno(), True)
+        environment = {
+            guard_line.LINE_VARIABLE: str(theirs.fileno()),
+            guard_line.ATTEMPT_VARIABLE: str(self.attempt),
+            guard_line.HELD_VARIABLE: json.dumps(self.held),
+            CHILD_VARIABLE: str(os.getpid()),
+        }
+        if self.hub is not None:
+            environment[guard_line.HUB_VARIABLE] = json.dumps({"port": self.hub.port, "secret": self.hub.secret})
+        if self.ruling is not None:  # a life after the first
+            environment[guard_line.CAUSE_VARIABLE] = json.dumps(self.ruling.cause)
+            if self.num_ranks > 1:
+                # The launcher's store keeps keys of the life before.
+                environment |= {"MASTER_PORT": str(self.ruling.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+        self.ruling, self.cause, self.reported = None, None, False
+        self.leave_at_s = self.kill_at_s = None
+        self.num_kernel_kills = num_kernel_kills()
+        self.line = ours
+        self.selector.register(ours, selectors.EVENT_READ, lambda: self._hear_child(ours))
+        self.child = self.start_child(environment, (theirs.fileno(), *self.held.values()))
+        theirs.close()
+
+    def start_child(self, environment: dict[str, str], descriptors: tuple[int, ...]) -> Child:
+        """Starts the training process.
+
+        Args:
+            environment: what is added to this process's own.
+            descriptors: files that stay open in it.
+        """
         parent = os.getpid()
-        environment = {**os.environ, CHILD_VARIABLE: str(parent)}
-        return subprocess.Popen(self.command, env=environment, preexec_fn=lambda: die_with_parent(parent))
+        return subprocess.Popen(
+            self.command,
+            env={**os.environ, **environment},
+            pass_fds=descriptors,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+    def _hear_child(self, line: socket.socket) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(line, guard_line.MAX_PACKET_BYTES, 1)
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            self.selector.unregister(line)
+            line.close()
+            return
+        message = json.loads(data)
+        if message["op"] == "hub" and self.to_hub is None:
+            self._call_hub(message)
+        elif message["op"] == "cause":
+            self.cause = message["cause"]
+        elif message["op"] == "hold" and descriptors:
+            old = self.held.pop(message["name"], None)
+            if old is not None:
+                os.close(old)
+            self.held[message["name"]] = descriptors.pop()
+        for number in descriptors:
+            os.close(number)
+
+    def _after_end(self, child: Child) -> int | None:
+        """What a child that has ended leads to: an exit code of this process, or None where it is not known yet or a new child runs."""
+        assert child.returncode is not None
+        if not self.reported:
+            while self.line.fileno() >= 0:  # what it said last
+                self._hear_child(self.line)
+            self.reported = True
+            self.leave_at_s = time.monotonic() + (LAST_WORD_S if child.returncode not in IN_ORDER else IN_ORDER_S)
+            self._report(Report(self.rank, self.attempt, child.returncode, self._why(child.returncode)))
+        if self.ruling is not None and self.ruling.kind == "relaunch" and not self.stop_asked:
+            self.attempt = self.ruling.attempt
+            if self.rank == 0:
+                print(f"starting all ranks again (life {self.attempt + 1})", file=sys.stderr, flush=True)
+            self._start()
+            return None
+        alone = self.num_ranks > 1 and self.to_hub is None
+        if self.ruling is None and not alone and time.monotonic() < (self.leave_at_s or 0):
+            return None
+        ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
+        return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
+
+    def _why(self, code: int) -> dict[str, Any] | None:
+        """A lack of memory that the child reported or the kernel ended it for."""
+        if code == RELAUNCH:
+            return self.cause or {"phase": "unknown"}
+        if code == -signal.SIGKILL and self.kill_at_s is None and num_kernel_kills() > self.num_kernel_kills:
+            return {"phase": "unknown", "memory": "host", "failure": "killed by the kernel: the memory limit of the container or machine"}
+        return None
+
+    # ---- the hub
+
+    def _call_hub(self, message: dict[str, Any]) -> None:
+        try:
+            connection = socket.create_connection(("127.0.0.1" if self.rank == 0 else message["host"], message["port"]), timeout=10.0)
+            send_line(connection, {"rank": self.rank, "secret": message["secret"]})
+        except OSError as error:
+            print(f"rank {self.rank} cannot reach the guard of rank 0: {error}; no relaunch", file=sys.stderr, flush=True)
+            return
+        self.to_hub = connection
+        self.selector.register(connection, selectors.EVENT_READ, self._hear_hub)
+
+    def _report(self, report: Report) -> None:
+        if self.num_ranks == 1:
+            self._obey(self.rules.add(report, time.monotonic()))
+        elif self.to_hub is not None:
+            with contextlib.suppress(OSError):
+                send_line(self.to_hub, {"attempt": report.attempt, "code": report.code, "cause": report.cause})
+
+    def _hear_hub(self) -> None:
+        assert self.to_hub is not None
+        try:
+            data = self.to_hub.recv(65536)
+            messages = self.from_hub.feed(data)
+        except (OSError, ValueError):
+            data, messages = b"", []
+        for message in messages:
+            self._obey(Ruling(**message))
+        if not data:
+            self.selector.unregister(self.to_hub)
+            self.to_hub.close()
+            if self.ruling is None or self.ruling.kind == "relaunch":
+                self._obey(Ruling("fail", self.attempt, why="the guard of rank 0 is gone"))
+
+    def _obey(self, ruling: Ruling | None) -> None:
+        if ruling is None:
+            return
+        self.ruling = ruling
+        if ruling.kind == "done" or self.child is None or self.child.poll() is not None:
+            return
+        if ruling.kind == "fail":
+            print(f"rank {self.rank}: ending, because of {ruling.why}", file=sys.stderr, flush=True)
+            self._send(signal.SIGTERM)
+        # A peer of a rank that must come back sits in a collective with it, maybe in a GPU wait: nothing of it can be saved.
+        grace_s = FAIL_GRACE_S if ruling.kind == "fail" else RELAUNCH_GRACE_S
+        self.kill_at_s = min(self.kill_at_s or float("inf"), time.monotonic() + grace_s)
+
+    def _hang_up(self) -> None:
+        if self.to_hub is not None and self.to_hub.fileno() >= 0:
+            self.selector.unregister(self.to_hub)
+            self.to_hub.close()
+        if self.hub is not None:
+            self.hub.linger()
+
+    # ---- signals and launchers
+
+    def _take_signals(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self.read_end, 64):
+                if number in FORWARDED:
+                    self.stop_asked = True
+                    self._send(signal.Signals(number))
 
     def _send(self, number: signal.Signals) -> None:
         assert self.child is not None
@@ -147,6 +345,7 @@ class Guard:
             if all(is_alive(pid, started) for pid, started in self.launchers):
                 return
             print("the launcher is gone: stopping after a save", file=sys.stderr, flush=True)
+            self.stop_asked = True
             self._send(signal.SIGTERM)
             self.kill_at_s = time.monotonic() + ORPHAN_GRACE_S
         elif time.monotonic() > self.kill_at_s:

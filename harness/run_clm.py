@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import run_folder
+from harness import guard_line, run_folder
 from harness.args import Arguments, from_config, parse_args, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
@@ -78,6 +78,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         log.error("%s", error, extra={"all_ranks": True})
         run_folder.record_exit(folder, FAILED, f"{error}", rank, started_s)
         return FAILED
+    guard_line.join_hub(coordinator.broadcast)
     stop = coordination.StopFlag()
     _take_signals(stop)
     code, reason = FAILED, ""

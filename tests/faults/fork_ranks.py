@@ -84,11 +84,16 @@ class _ForkingGuard(Guard):
         assert entry is not None
         self.launchers = [(launcher, entry[1])]
 
-    def start_child(self) -> Child:
+    def start_child(self, environment: dict[str, str], descriptors: tuple[int, ...]) -> Child:
         parent = os.getpid()
         pid = os.fork()
         if pid:
             return _ForkedChild(pid)
+        os.environ |= environment
+        self.selector.close()
+        for connection in (self.line, self.to_hub, self.hub and self.hub.listener):
+            if connection is not None:
+                connection.close()
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,233 @@
+"""What the guards of a job decide together when a training process has ended: start all anew, end all, or nothing to do.
+
+Imports neither torch nor anything of ours, because guards stay light. The guard of rank 0 keeps the `Hub`; every guard reports how its
+training process ended, and does what the hub rules:
+
+- a process that ran out of memory and cannot go on (exit code `RELAUNCH`, or killed by the kernel for memory): all start again, with the
+  settings one step further down;
+- any other failure: all end. Its peers fail milliseconds after a process that ran out of memory, in their collectives, so a failure
+  alone is judged only after `WAIT_FOR_CAUSE_S` without such a report;
+- all have ended in order: done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import json
+import secrets
+import selectors
+import socket
+import time
+from typing import Any
+
+RELAUNCH = 86
+# 0 finished, 2 wrong input, 75 preempted after a save.
+IN_ORDER = (0, 2, 75)
+WAIT_FOR_CAUSE_S = 5.0
+MAX_RELAUNCHES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """How a rank's training process ended.
+
+    Attributes:
+        code: its exit code; minus the signal that killed it.
+        cause: what it said of its lack of memory, or what the kernel did; None for other ends.
+    """
+
+    rank: int
+    attempt: int
+    code: int
+    cause: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ruling:
+    """What all guards do.
+
+    Attributes:
+        kind: "relaunch", "fail" or "done".
+        attempt: number of the life that begins with a relaunch.
+        port: rendezvous of that life, on rank 0's host.
+        cause: why, for a relaunch; `rank` in it is the rank.
+        why: for people, for a failure.
+    """
+
+    kind: str
+    attempt: int
+    port: int = 0
+    cause: dict[str, Any] | None = None
+    why: str = ""
+
+
+class Rulings:
+    """The rules, without sockets or clocks.
+
+    Args:
+        num_ranks: guards that take part.
+        wait_s: how long a failure waits for the report of an out-of-memory that may have caused it.
+    """
+
+    def __init__(self, num_ranks: int, *, wait_s: float = WAIT_FOR_CAUSE_S) -> None:
+        self.num_ranks, self.wait_s = num_ranks, wait_s
+        self.attempt = 0
+        self.ended: dict[int, Report] = {}
+        self.judge_at_s: float | None = None
+        self.closed = False
+
+    def add(self, report: Report, now_s: float) -> Ruling | None:
+        """Takes a report; a ruling where it decides something."""
+        if self.closed or report.attempt != self.attempt:
+            return None
+        self.ended[report.rank] = report
+        if report.cause is not None:
+            if self.attempt >= MAX_RELAUNCHES:
+                return self._close("fail", f"{MAX_RELAUNCHES} relaunches did not help")
+            self.attempt += 1
+            self.ended, self.judge_at_s = {}, None
+            return Ruling("relaunch", self.attempt, cause={**report.cause, "rank": report.rank})
+        failed = [each for each in self.ended.values() if each.code not in IN_ORDER]
+        if len(self.ended) == self.num_ranks:
+            return self._close("fail", _describe(failed)) if failed else self._close("done")
+        if failed and self.judge_at_s is None:
+            self.judge_at_s = now_s + self.wait_s
+        return None
+
+    def lost(self, rank: int) -> Ruling | None:
+        """A guard is gone without having been told to go."""
+        if self.closed:
+            return None
+        return self._close("fail", f"the guard of rank {rank} is gone")
+
+    def tick(self, now_s: float) -> Ruling | None:
+        """Lets time pass."""
+        if self.closed or self.judge_at_s is None or now_s < self.judge_at_s:
+            return None
+        return self._close("fail", _describe([each for each in self.ended.values() if each.code not in IN_ORDER]))
+
+    def _close(self, kind: str, why: str = "") -> Ruling:
+        self.closed = True
+        return Ruling(kind, self.attempt, why=why)
+
+
+def _describe(failed: list[Report]) -> str:
+    ends = [f"rank {each.rank} " + (f"exit code {each.code}" if each.code >= 0 else f"signal {-each.code}") for each in failed]
+    return ", ".join(sorted(ends))
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def send_line(connection: socket.socket, message: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+class Lines:
+    """Cuts what arrives on a socket into JSON lines."""
+
+    MAX_BYTES = 1 << 20
+
+    def __init__(self) -> None:
+        self.rest = b""
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Raises ValueError for what is not a JSON object a line."""
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > self.MAX_BYTES:
+            raise ValueError("a line without an end")
+        messages = [json.loads(line) for line in lines if line]
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("not a JSON object")
+        return messages
+
+
+class Hub:
+    """The rules behind a socket, in the guard of rank 0; guards prove with a secret that they are of this job.
+
+    Args:
+        everywhere: listen on all addresses (a job of several nodes), else on this machine alone.
+    """
+
+    def __init__(self, num_ranks: int, selector: selectors.BaseSelector, *, everywhere: bool, wait_s: float = WAIT_FOR_CAUSE_S) -> None:
+        self.rules = Rulings(num_ranks, wait_s=wait_s)
+        self.selector = selector
+        self.secret = secrets.token_hex(16)
+        self.listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=num_ranks)
+        self.listener.setblocking(False)
+        self.port = int(self.listener.getsockname()[1])
+        self.guards: dict[int, socket.socket] = {}
+        self._closed: set[socket.socket] = set()
+        selector.register(self.listener, selectors.EVENT_READ, self._accept)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = self.listener.accept()
+            connection.setblocking(True)
+            connection.settimeout(5.0)
+            lines = Lines()
+            self.selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection, lines))
+
+    def _read(self, connection: socket.socket, lines: Lines) -> None:
+        try:
+            data = connection.recv(65536)
+            messages = lines.feed(data)
+        except (OSError, ValueError):
+            data, messages = b"", []
+        for message in messages:
+            self._take(connection, message)
+        if not data:
+            self._drop(connection)
+
+    def _take(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        rank = next((known for known, other in self.guards.items() if other is connection), None)
+        if rank is None:
+            told = message.get("rank")
+            of_this_job = hmac.compare_digest(str(message.get("secret")), self.secret)
+            if of_this_job and isinstance(told, int) and 0 <= told < self.rules.num_ranks and told not in self.guards:
+                self.guards[told] = connection
+            else:
+                self._drop(connection)
+            return
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            report = Report(rank, int(message["attempt"]), int(message["code"]), message.get("cause"))
+            self.tell(self.rules.add(report, time.monotonic()))
+
+    def _drop(self, connection: socket.socket) -> None:
+        if connection in self._closed:
+            return
+        self._closed.add(connection)
+        self.selector.unregister(connection)
+        connection.close()
+        rank = next((known for known, other in self.guards.items() if other is connection), None)
+        if rank is not None:
+            del self.guards[rank]
+            self.tell(self.rules.lost(rank))
+
+    def tick(self) -> None:
+        self.tell(self.rules.tick(time.monotonic()))
+
+    def tell(self, ruling: Ruling | None) -> None:
+        """Sends a ruling to every guard."""
+        if ruling is None:
+            return
+        if ruling.kind == "relaunch":
+            ruling = dataclasses.replace(ruling, port=free_port())
+        for connection in list(self.guards.values()):
+            with contextlib.suppress(OSError):
+                send_line(connection, dataclasses.asdict(ruling))
+
+    def linger(self, limit_s: float = 2.0) -> None:
+        """After the last ruling: until the other guards have hung up, so that none finds the line dead before it has read it."""
+        deadline = time.monotonic() + limit_s
+        while self.guards and time.monotonic() < deadline:
+            for key, _ in self.selector.select(timeout=0.1):
+                if key.data is not None:
+                    key.data()
+        self.listener.close()

@@ -1,0 +1,203 @@
+"""Guards and their hub: the rules as pure code, and real guards over children that import no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.guard import parent_of
+from harness.relaunch_hub import MAX_RELAUNCHES, Lines, Report, Rulings
+from tests.launching import ROOT
+
+OOM = {"phase": "update"}
+
+
+def kind_of(ruling: Any) -> str | None:
+    return None if ruling is None else ruling.kind
+
+
+# ---- the rules
+
+
+def test_all_in_order_is_done() -> None:
+    rules = Rulings(2)
+    assert rules.add(Report(0, 0, 0), 0.0) is None
+    assert kind_of(rules.add(Report(1, 0, 75), 1.0)) == "done"
+    assert rules.lost(1) is None
+
+
+def test_the_cause_may_come_after_the_failures_it_made() -> None:
+    rules = Rulings(3, wait_s=5.0)
+    assert rules.add(Report(0, 0, 1), 10.0) is None
+    assert rules.add(Report(2, 0, -6), 10.1) is None
+    assert rules.tick(14.9) is None
+    ruling = rules.add(Report(1, 0, 86, OOM), 14.9)
+    assert ruling is not None and (ruling.kind, ruling.attempt, ruling.cause) == ("relaunch", 1, {"phase": "update", "rank": 1})
+    assert rules.tick(100.0) is None
+    # What still comes from the life before counts no more.
+    assert rules.add(Report(2, 0, 1), 15.0) is None and rules.tick(100.0) is None
+    assert [kind_of(rules.add(Report(rank, 1, 0), 16.0)) for rank in range(3)] == [None, None, "done"]
+
+
+def test_a_failure_alone_ends_all_in_time_or_when_all_have_ended() -> None:
+    rules = Rulings(3, wait_s=5.0)
+    rules.add(Report(1, 0, 7), 10.0)
+    ruling = rules.tick(15.0)
+    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 exit code 7")
+    rules = Rulings(2, wait_s=5.0)
+    rules.add(Report(1, 0, -9), 10.0)
+    ruling = rules.add(Report(0, 0, 0), 10.0)
+    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 signal 9")
+
+
+def test_a_guard_that_is_gone_ends_all_once() -> None:
+    rules = Rulings(2)
+    assert kind_of(rules.lost(1)) == "fail"
+    assert rules.lost(0) is None
+    assert rules.add(Report(0, 0, 86, OOM), 0.0) is None
+
+
+def test_relaunches_end() -> None:
+    rules = Rulings(1)
+    kinds = [kind_of(rules.add(Report(0, attempt, 86, OOM), 0.0)) for attempt in range(MAX_RELAUNCHES + 1)]
+    assert kinds == ["relaunch"] * MAX_RELAUNCHES + ["fail"]
+
+
+def test_lines_may_arrive_in_pieces_and_must_be_objects() -> None:
+    lines = Lines()
+    assert lines.feed(b'{"a": 1}\n{"b"') == [{"a": 1}]
+    assert lines.feed(b": 2}\n") == [{"b": 2}]
+    for bad in (b"[1]\n", b"x\n", b"y" * (Lines.MAX_BYTES + 1)):
+        with pytest.raises(ValueError):
+            Lines().feed(bad)
+
+
+# ---- real guards
+
+CHILD = """
+import json, os, pathlib, signal, sys, time
+from harness import guard, guard_line
+folder, kind, victim = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if guard.needs_guard():
+    sys.exit(guard.main())
+rank, size, life = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), guard_line.attempt()
+
+def broadcast(value):
+    path = folder / f"hub-{life}"
+    if rank == 0:
+        path.with_suffix(".tmp").write_text(json.dumps(value)); path.with_suffix(".tmp").rename(path)
+    while not path.exists():
+        time.sleep(0.01)
+    return json.loads(path.read_text())
+
+guard_line.join_hub(broadcast)
+memory = guard_line.held().get("state")
+seen = os.pread(memory, 3, 0).decode() if memory is not None else ""
+(folder / f"life-{life}-{rank}").write_text(json.dumps([os.environ["MASTER_PORT"], guard_line.cause(), seen, os.getpid()]))
+while not all((folder / f"life-{life}-{other}").exists() for other in range(size)):
+    time.sleep(0.01)
+if life == 0:
+    handle = os.memfd_create("state")
+    os.write(handle, f"r{rank}!".encode())
+    assert guard_line.hold("state", handle)
+    if rank == victim:
+        if kind == "bug":
+            sys.exit(7)
+        if kind == "sleep":
+            time.sleep(60)
+        guard_line.relaunch({"phase": "update"})
+    if kind == "stuck":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+        time.sleep(60)
+    if kind == "peer fails first":
+        sys.exit(1)
+    time.sleep(60)
+"""
+
+
+class Guards:
+    def __init__(self, folder: Path, kind: str, victim: int, num_ranks: int = 2) -> None:
+        self.folder = folder
+        script = folder / "child.py"
+        script.write_text(CHILD)
+        common = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(folder), kind, str(victim)],
+                env={**inherited, **common, "RANK": str(rank), "PYTHONPATH": str(ROOT)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def wait(self) -> list[int]:
+        codes = [process.wait(timeout=40) for process in self.processes]
+        for pid in self.children():
+            assert parent_of(pid) is None, f"{pid} was left behind"
+        return codes
+
+    def lives(self, number: int) -> list[Any]:
+        return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"life-{number}-*"))]
+
+    def children(self) -> list[int]:
+        return [life[3] for path in self.folder.glob("life-*") if (life := json.loads(path.read_text()))]
+
+
+@pytest.mark.parametrize(("kind", "victim"), [("oom", 0), ("oom", 1), ("stuck", 0), ("stuck", 1), ("peer fails first", 1)])
+def test_all_ranks_start_again_with_what_they_had_left_in_memory(kind: str, victim: int, tmp_path: Path) -> None:
+    guards = Guards(tmp_path, kind, victim)
+    assert guards.wait() == [0, 0]
+    (port_0, cause_0, seen_0, _), (port_1, cause_1, seen_1, _) = guards.lives(1)
+    assert port_0 == port_1 != "1"
+    assert cause_0 == cause_1 == {"phase": "update", "rank": victim}
+    assert (seen_0, seen_1) == ("r0!", "r1!")
+
+
+def test_one_process_starts_again_by_itself(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "oom", 0, num_ranks=1)
+    assert guards.wait() == [0]
+    assert guards.lives(1)[0][1:3] == [{"phase": "update", "rank": 0}, "r0!"]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_bug_is_not_started_again(victim: int, tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "bug", victim)
+    codes = guards.wait()
+    assert codes[victim] == 7
+    assert codes[1 - victim] == 1  # ended by its guard: no launcher did it here
+    assert guards.lives(1) == []
+    assert f"ending, because of rank {victim} exit code 7" in str(guards.processes[1 - victim].stderr.read())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "sleep", 0)
+    deadline = time.monotonic() + 20
+    while len(guards.lives(0)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    guards.processes[rank].send_signal(signal.SIGKILL)
+    codes = guards.wait()
+    assert codes[rank] == -9 and codes[1 - rank] == 1
+
+
+def test_a_stop_request_is_stronger_than_a_relaunch(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "sleep", 0, num_ranks=1)
+    deadline = time.monotonic() + 20
+    while not guards.lives(0):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    guards.processes[0].send_signal(signal.SIGTERM)
+    assert guards.wait() == [-15]
+    assert guards.lives(1) == []
