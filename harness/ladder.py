@@ -6,7 +6,7 @@ Pure code: imports neither torch nor transformers, so that it can be tested and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from harness.findings import Finding, UserError
@@ -167,9 +167,82 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
     raise KeyError("no such rung")
 
 
-def next_settings(ladder: Sequence[MemorySettings], current: MemorySettings) -> MemorySettings | None:
-    """The first rung that needs less memory than what is in force; None at the end."""
-    return next((rung for rung in ladder if is_lower(rung, current)), None)
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """Settings of a ladder with what they were predicted to need.
+
+    Attributes:
+        need_bytes: predicted peak of a card; None where nobody has computed it.
+        step_time_s: predicted seconds of an optimizer step.
+        host_bytes: predicted host memory of a node.
+    """
+
+    settings: MemorySettings
+    need_bytes: float | None = None
+    step_time_s: float | None = None
+    host_bytes: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings' own names, and the estimates where there are any."""
+        estimates = {"need_bytes": self.need_bytes, "step_time_s": self.step_time_s, "host_bytes": self.host_bytes}
+        return {**self.settings.to_dict(), **{name: value for name, value in estimates.items() if value is not None}}
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenMemory:
+    """What a rank that ran out of memory saw, bytes; None where it could not tell.
+
+    Attributes:
+        limit_bytes: what the card has, or what the run may use of it.
+        requested_bytes: the allocation that failed.
+        allocated_bytes: alive when it failed.
+    """
+
+    limit_bytes: float | None = None
+    requested_bytes: float | None = None
+    allocated_bytes: float | None = None
+
+
+def correction(need_bytes: float, seen: SeenMemory) -> float:
+    """By how much predictions must at least be multiplied, when settings predicted to need `need_bytes` ran out of memory."""
+    at_least = max(seen.limit_bytes or 0.0, (seen.allocated_bytes or 0.0) + (seen.requested_bytes or 0.0))
+    return max(1.0, at_least / need_bytes)
+
+
+# A rung is worth its step if it is predicted to need this much less than what ran out of memory.
+WORTH_A_STEP = 0.97
+
+
+def next_settings(
+    ladder: Sequence[MemorySettings | Rung],
+    current: MemorySettings,
+    seen: SeenMemory | None = None,
+    allowed: Callable[[MemorySettings], bool] = lambda settings: True,
+) -> MemorySettings | None:
+    """Where to go on after `current` ran out of memory; None at the end of the ladder.
+
+    With estimates: they are corrected by what was seen, and the fastest rung that then fits is next, however far down it is; where none
+    fits, the smallest, as long as it is smaller than what is in force. Without estimates: the first rung that needs less in one setting
+    and more in none.
+
+    Args:
+        ladder: fastest first.
+        seen: of the rank that had the least room.
+        allowed: which settings may be taken now.
+    """
+    rungs = [rung if isinstance(rung, Rung) else Rung(rung) for rung in ladder]
+    now = next((rung.need_bytes for rung in rungs if rung.settings == current and rung.need_bytes is not None), None)
+    open_rungs = [rung for rung in rungs if rung.settings != current and allowed(rung.settings)]
+    if now is None:
+        return next((rung.settings for rung in open_rungs if is_lower(rung.settings, current)), None)
+    smaller = [rung for rung in open_rungs if rung.need_bytes is not None and rung.need_bytes < WORTH_A_STEP * now]
+    if seen is not None and seen.limit_bytes:
+        factor = correction(now, seen)
+        fitting = [rung for rung in smaller if (rung.need_bytes or 0.0) * factor <= seen.limit_bytes]
+        if not fitting and smaller:
+            return min(smaller, key=lambda rung: rung.need_bytes or 0.0).settings
+        smaller = fitting
+    return smaller[0].settings if smaller else None
 
 
 def describe_change(old: MemorySettings, new: MemorySettings) -> str:

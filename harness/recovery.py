@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import math
 import os
 import re
 import time
@@ -23,7 +22,7 @@ import torch
 
 from harness.coordination import Coordinator, StopFlag
 from harness.engines.base import Engine
-from harness.ladder import MemorySettings, describe_change, next_settings
+from harness.ladder import MemorySettings, Rung, SeenMemory, describe_change, next_settings
 from harness.votes import PeerOutOfMemoryError, Vote, checker, make_vote
 
 log = logging.getLogger("harness")
@@ -57,7 +56,7 @@ class Recovery:
     """Runs the phases of the loop.
 
     Args:
-        ladder: settings that can be taken in process, fastest first; empty turns recovery off.
+        ladder: settings that can be taken in process, fastest first, with estimates where they were computed; empty turns recovery off.
         folder: where `ladder.json` is written.
         on_event: log of metrics, main process.
     """
@@ -67,7 +66,7 @@ class Recovery:
         coordinator: Coordinator,
         stop: StopFlag,
         engine: Engine,
-        ladder: Sequence[MemorySettings] = (),
+        ladder: Sequence[MemorySettings | Rung] = (),
         *,
         folder: Path | None = None,
         on_event: Callable[..., None] = lambda event, **fields: None,
@@ -76,6 +75,7 @@ class Recovery:
         self.ladder, self.folder, self.on_event = list(ladder), folder, on_event
         self.stop_agreed = False
         self.steps_down: list[dict[str, Any]] = []
+        self.seen: SeenMemory | None = None
         # What each phase that can be redone lowers; each returns what changed, or None where nothing is left.
         self.lower: dict[str, Callable[[], str | None]] = {"step": self._lower_settings}
         self.vote: Vote | None = None
@@ -143,7 +143,8 @@ class Recovery:
     def _step_down(self, phase: str, failure: str) -> None:
         """Frees what the failed try left, on all ranks, and lowers what the phase allows."""
         reports = self.coordinator.gather(_memory_report(self.coordinator.device, failure))
-        worst = next((rank for rank, each in enumerate(reports) if each["failure"]), 0)
+        worst = worst_report(reports)
+        self.seen = seen_memory(reports[worst])
         self._free()
         change = self.lower[phase]()
         if change is None:
@@ -155,9 +156,9 @@ class Recovery:
         self.on_event("oom", phase=phase, rank=worst, failure=seen, change=change)
 
     def _lower_settings(self) -> str | None:
-        """The next rung of the ladder; what changed, or None at its end."""
+        """The next rung of the ladder, by what the rank with the least room saw; what changed, or None at its end."""
         old = self.engine.settings
-        new = next_settings(self.ladder, old)
+        new = next_settings(self.ladder, old, self.seen)
         if new is None or not self.engine.apply(new):
             return None
         return describe_change(old, new)
@@ -212,20 +213,49 @@ def _restore_random_state(state: tuple[torch.Tensor, torch.Tensor | None], devic
         torch.cuda.set_rng_state(state[1], device)
 
 
+_GIB_OF = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
+
+
+def _size_in(text: str, pattern: str) -> float | None:
+    """A size in torch's message, GiB."""
+    match = re.search(pattern + r" ([\d.]+) (KiB|MiB|GiB)", text)
+    return round(float(match.group(1)) * _GIB_OF[match.group(2)], 3) if match else None
+
+
 def _memory_report(device: torch.device, failure: str) -> dict[str, Any]:
-    """What this rank saw, in GiB: requested (from torch's message), allocated, and the card's limit."""
-    match = re.search(r"Tried to allocate ([\d.]+) (MiB|GiB|KiB)", failure)
-    unit = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
-    requested = round(float(match.group(1)) * unit[match.group(2)], 3) if match else None
-    allocated, limit = 0.0, math.nan
+    """What this rank saw, in GiB: requested and allocated when it failed (from torch's message), and what it may use of its card."""
+    allocated: float | None = _size_in(failure, "Of the allocated memory")
+    limit = None
     if device.type == "cuda":
-        allocated, limit = torch.cuda.memory_allocated(device) / 2**30, torch.cuda.mem_get_info(device)[1] / 2**30
+        if allocated is None:
+            allocated = torch.cuda.memory_allocated(device) / 2**30
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        limit = round(share * torch.cuda.mem_get_info(device)[1] / 2**30, 3)
     return {
         "failure": failure,
-        "requested_gib": requested,
-        "allocated_gib": round(allocated, 3),
-        "limit_gib": None if math.isnan(limit) else round(limit, 3),
+        "requested_gib": _size_in(failure, "Tried to allocate"),
+        "allocated_gib": round(allocated or 0.0, 3),
+        "limit_gib": limit,
     }
+
+
+def worst_report(reports: Sequence[dict[str, Any]]) -> int:
+    """The rank that lacked the most: of those whose allocation failed, the one furthest over its limit; 0 where none says."""
+
+    def lack(rank: int) -> float:
+        each = reports[rank]
+        return float(each["allocated_gib"] + (each["requested_gib"] or 0.0) - (each["limit_gib"] or 0.0))
+
+    return max((rank for rank, each in enumerate(reports) if each["failure"]), key=lack, default=0)
+
+
+def seen_memory(report: dict[str, Any]) -> SeenMemory:
+    """A rank's report in the ladder's terms."""
+
+    def num_bytes(name: str) -> float | None:
+        return report[name] * 2**30 if report[name] else None
+
+    return SeenMemory(num_bytes("limit_gib"), num_bytes("requested_gib"), num_bytes("allocated_gib"))
 
 
 def last_good_settings(folder: Path, num_processes: int) -> MemorySettings | None:

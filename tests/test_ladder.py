@@ -7,7 +7,17 @@ import itertools
 import pytest
 
 from harness.findings import UserError
-from harness.ladder import MemorySettings, default_ladder, describe_change, is_lower, next_settings, parse_ladder
+from harness.ladder import (
+    MemorySettings,
+    Rung,
+    SeenMemory,
+    correction,
+    default_ladder,
+    describe_change,
+    is_lower,
+    next_settings,
+    parse_ladder,
+)
 
 
 def micro_sizes(ladder: list[MemorySettings]) -> list[int]:
@@ -117,3 +127,90 @@ def test_which_errors_are_out_of_memory(text: str, counts: bool) -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("anything"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(ValueError("CUDA out of memory"))
+
+
+# ---- estimates ----
+
+GIB = 2**30
+
+
+def rung(need_gib: float, step_time_s: float, micro: int = 8, mode: str = "none") -> Rung:
+    return Rung(MemorySettings(micro, activation_checkpointing=mode), need_gib * GIB, step_time_s)  # type: ignore[arg-type]
+
+
+COMPUTED = [rung(100, 1.0), rung(70, 1.1, 4), rung(60, 1.2, 8, "selective"), rung(40, 1.3, 8, "full"), rung(20, 1.5, 2, "full")]
+
+
+@pytest.mark.parametrize(
+    ("current", "seen", "index"),
+    [
+        (1, SeenMemory(limit_bytes=80 * GIB), 2),  # 70 was really 80: 60 is 68.6
+        (1, SeenMemory(limit_bytes=80 * GIB, requested_bytes=30 * GIB, allocated_bytes=70 * GIB), 3),  # really 100: 60 would be 85.7
+        (2, SeenMemory(limit_bytes=30 * GIB), 4),  # predicted too much for this card anyway: 40 would not fit, 20 does
+        (2, SeenMemory(limit_bytes=80 * GIB, requested_bytes=200 * GIB, allocated_bytes=60 * GIB), 4),  # nothing fits: the smallest
+        (1, None, 2),  # nobody could tell what was missing: one step
+        (4, SeenMemory(limit_bytes=80 * GIB), None),
+    ],
+)
+def test_what_was_seen_corrects_the_estimates(current: int, seen: SeenMemory | None, index: int | None) -> None:
+    following = next_settings(COMPUTED, COMPUTED[current].settings, seen)
+    assert following == (None if index is None else COMPUTED[index].settings)
+
+
+def test_correction_is_what_was_needed_over_what_was_predicted() -> None:
+    assert correction(40.0, SeenMemory(limit_bytes=80.0)) == 2.0
+    assert correction(40.0, SeenMemory(limit_bytes=80.0, requested_bytes=20.0, allocated_bytes=70.0)) == 2.25
+    assert correction(100.0, SeenMemory(limit_bytes=80.0)) == 1.0
+    assert correction(100.0, SeenMemory()) == 1.0
+
+
+@pytest.mark.parametrize("limit_gib", [None, 5.0, 33.0, 80.0, 200.0])
+def test_a_computed_ladder_ends_whatever_is_seen(limit_gib: float | None) -> None:
+    """Each step needs less than the one before, so no settings come twice."""
+    current: MemorySettings | None = COMPUTED[0].settings
+    needs = {each.settings: each.need_bytes or 0.0 for each in COMPUTED}
+    taken = []
+    while current is not None:
+        taken.append(needs[current])
+        current = next_settings(COMPUTED, current, SeenMemory(limit_gib and limit_gib * GIB, 1 * GIB, 50 * GIB))
+    assert taken == sorted(set(taken), reverse=True)
+    assert taken[-1] == 20 * GIB
+
+
+def test_only_what_is_allowed_is_taken() -> None:
+    """An engine that cannot change checkpointing goes on to the next rung that leaves it alone."""
+    following = next_settings(COMPUTED, COMPUTED[0].settings, None, lambda settings: settings.activation_checkpointing != "none")
+    assert following == COMPUTED[2].settings
+
+
+def test_settings_off_a_computed_ladder_go_by_their_names() -> None:
+    assert next_settings(COMPUTED, MemorySettings(3, activation_checkpointing="full"), SeenMemory(80 * GIB)) == COMPUTED[4].settings
+
+
+def test_rungs_are_written_with_their_estimates() -> None:
+    written = rung(2, 1.5, 4).to_dict()
+    assert (written["micro_batch_size"], written["need_bytes"], written["step_time_s"]) == (4, 2 * GIB, 1.5)
+    assert "host_bytes" not in written
+
+
+# ---- what a rank reports ----
+
+
+def test_report_of_a_rank_is_read_from_torchs_message() -> None:
+    import torch
+
+    from harness.recovery import _memory_report, seen_memory, worst_report
+
+    text = (
+        "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 301.25 MiB is free. Including"
+        " non-PyTorch memory, this process has 78.80 GiB memory in use. Of the allocated memory 75.25 GiB is allocated by PyTorch, and"
+        " 2.10 GiB is reserved by PyTorch but unallocated."
+    )
+    report = _memory_report(torch.device("cpu"), text)
+    assert (report["requested_gib"], report["allocated_gib"], report["limit_gib"]) == (0.5, 75.25, None)
+    assert seen_memory(report) == SeenMemory(None, 0.5 * GIB, 75.25 * GIB)
+    silent = _memory_report(torch.device("cpu"), "")
+    assert seen_memory(silent) == SeenMemory()
+    more = {**report, "requested_gib": 3.0}
+    assert worst_report([silent, report, more, silent]) == 2
+    assert worst_report([silent, silent]) == 0
