@@ -19,6 +19,7 @@ from typing import Any
 from harness.args import Arguments
 from harness.findings import Finding
 from harness.machine import GIB, Machine
+from harness.model_files import impossible_sizes
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -80,7 +81,11 @@ def model_facts(args: Arguments) -> ModelFacts:
         return ModelFacts(problems=(Finding("error", key, f"{source} has no config.json", "the folder that save_pretrained wrote"),))
     except ValueError as error:
         return ModelFacts(problems=(Finding("error", key, f"{file} is not JSON: {error}", "copy the model again"),))
-    config = config.get("text_config", config) | {"model_type": config.get("model_type")}
+    if not isinstance(config, dict):
+        return ModelFacts(problems=(Finding("error", key, f"{file} holds no JSON object", "copy the model again"),))
+    config = (config.get("text_config") or config) | {"model_type": config.get("model_type")}
+    if impossible := impossible_sizes(config.get):
+        return ModelFacts(config["model_type"], problems=tuple(impossible))
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     num_params, problems = _weights(path, config, key) if path.is_dir() and key == "--model_name_or_path" else (None, ())
     return ModelFacts(config.get("model_type"), positions, num_params, problems)

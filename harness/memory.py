@@ -258,6 +258,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "harness"
 
 
+# Whoever changes these changes what is measured.
+_PROBING_CODE = ("activation_probe.py", "live_bytes.py", "modeling.py", "loss.py")
+
+
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -276,17 +280,32 @@ def _write_json(path: Path, values: Any) -> None:
         return
 
 
+def _model_files(model: str, cache_dir: str | None) -> list[Path] | None:
+    """config.json of a model and, beside it, code that may come with it; None where it cannot be known what is loaded."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            found = try_to_load_from_cache(model, "config.json", cache_dir=cache_dir)
+        except ValueError:  # not a name that the hub could have
+            return None
+        if not isinstance(found, str):
+            return None
+        file = Path(found)
+    return [file, *sorted(file.parent.glob("*.py"))]
+
+
 def _request_key(request: dict[str, Any]) -> str | None:
     """Hash of everything the answer depends on; None where that cannot be known without loading the model's config."""
-    model = request.get("model")
-    content = ""
-    if model is not None:
-        path = Path(model)
-        file = path / "config.json" if path.is_dir() else path
-        if not file.is_file():
+    content: list[str] = []
+    if request.get("model") is not None:
+        files = _model_files(request["model"], request.get("cache_dir"))
+        if files is None:
             return None
-        content = file.read_text(encoding="utf-8", errors="replace")
-    code = b"".join((Path(__file__).parent / name).read_bytes() for name in ("activation_probe.py", "modeling.py", "loss.py"))
+        content = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    code = b"".join((Path(__file__).parent / name).read_bytes() for name in _PROBING_CODE)
     parts = [
         {key: value for key, value in request.items() if key != "model"},
         content,
@@ -297,38 +316,53 @@ def _request_key(request: dict[str, Any]) -> str | None:
 
 
 def measure(requests: Sequence[dict[str, Any]], timeout_s: float = 300.0) -> Measured:
-    """Measures a model in child processes, one per request, side by side; answers are cached.
+    """Measures a model in a child process; answers are cached, for each way in which weights look by itself.
 
     Args:
-        requests: fields of `harness.activation_probe.ProbeRequest`; same model and block size, other weights.
+        requests: fields of `harness.activation_probe.ProbeRequest`; same model and block size.
 
     Raises:
         UserError: no such model, or sizes that cannot be.
     """
     folder = cache_folder() / "activations"
-    keys = [_request_key(request) for request in requests]
+    pieces = [{**request, "weights": [weights]} for request in requests for weights in request.get("weights", ["bf16"])]
+    keys = [_request_key(piece) for piece in pieces]
     answers: list[Any] = [_read_json(folder / f"{key}.json") if key else None for key in keys]
-    children = {index: _start_child(request) for index, request in enumerate(requests) if answers[index] is None}
-    try:
-        for index, child in children.items():
-            try:
-                output, errors = child.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                raise user_error("--model", f"measuring it took longer than {timeout_s:.0f} s", "give a smaller --block_size") from None
-            answers[index] = _answer_of(child.returncode, output, errors)
-            key = keys[index]
-            if key is not None:
-                _write_json(folder / f"{key}.json", answers[index])
-    finally:
-        for child in children.values():
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    parts = [Measured.from_dict(answer, request["block_size"]) for answer, request in zip(answers, requests, strict=True)]
+    missing = [index for index, answer in enumerate(answers) if answer is None]
+    groups: dict[str, list[int]] = {}  # what differs in nothing but the weights is measured together: importing takes longest
+    for index in missing:
+        groups.setdefault(json.dumps({**pieces[index], "weights": None}, sort_keys=True), []).append(index)
+    for indices in groups.values():
+        weights = [pieces[index]["weights"][0] for index in indices]
+        answer = _ask_child({**pieces[indices[0]], "weights": weights}, timeout_s)
+        for index in indices:
+            answers[index] = _part_of(answer, pieces[index]["weights"][0])
+            if keys[index] is not None:
+                _write_json(folder / f"{keys[index]}.json", answers[index])
+    parts = [Measured.from_dict(answer, piece["block_size"]) for answer, piece in zip(answers, pieces, strict=True)]
     result = parts[0]
     for part in parts[1:]:
         result = result.merged(part)
     return result
+
+
+def _part_of(answer: dict[str, Any], weights: str) -> dict[str, Any]:
+    """Of an answer, what is about one way in which weights look."""
+    lists = {name: [item for item in answer[name] if item["weights"] == weights] for name in ("layers", "losses", "failures")}
+    return {**answer, **lists}
+
+
+def _ask_child(request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    child = _start_child(request)
+    try:
+        output, errors = child.communicate(timeout=timeout_s)
+        return _answer_of(child.returncode, output, errors)
+    except subprocess.TimeoutExpired:
+        raise user_error("--model", f"measuring it took longer than {timeout_s:.0f} s", "give a smaller --block_size") from None
+    finally:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
 
 
 def _start_child(request: dict[str, Any]) -> subprocess.Popen[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,31 @@ def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]
         message = f"{needed}, but the smallest has {smallest / 2**30:.1f} GiB"
         return [Finding("warning", "estimated fit", message, "use more GPUs, offload, or LoRA; harness plan has the details")]
     return [Finding("info", "estimated fit", f"{needed} of {smallest / 2**30:.1f} GiB, before activations", "harness plan has the details")]
+
+
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads")
+
+
+def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
+    """Sizes in a model's config that no model can have.
+
+    Args:
+        value_of: name -> value in the config; None where it is not there.
+    """
+    findings: list[Finding] = []
+
+    def bad(key: str, message: str) -> None:
+        findings.append(Finding("error", key, message, "correct the model's config.json"))
+
+    for key in _SIZES:
+        value = value_of(key)
+        if isinstance(value, str) or (isinstance(value, (int, float)) and (value < 1 or value != int(value))):
+            bad(key, f"must be a positive whole number, not {value!r}")
+    hidden, heads, groups = (value_of(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if findings or not isinstance(heads, int):
+        return findings
+    if isinstance(hidden, int) and heads > hidden:
+        bad("num_attention_heads", f"{heads} heads are more than the hidden size {hidden}")
+    if isinstance(groups, int) and heads % groups:
+        bad("num_key_value_heads", f"{heads} heads cannot share {groups} key-value heads evenly")
+    return findings

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
+from harness.model_files import impossible_sizes
 
 log = logging.getLogger("harness")
 
@@ -86,6 +87,7 @@ def load_config(args: ModelArguments) -> Any:
     Raises:
         UserError: no such folder, file, model type or config attribute.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     if args.model_type and not args.config_name:
@@ -105,10 +107,26 @@ def load_config(args: ModelArguments) -> Any:
             config = AutoConfig.from_pretrained(
                 source, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
             )
-        except (OSError, ValueError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise user_error(key, f"no model config in {source}: {str(error).splitlines()[0]}", "check the path or name") from None
+        except StrictDataclassError as error:  # transformers' own checks of a config's values; no ValueError
+            reason = str(error.__cause__ or error).splitlines()[0]
+            raise user_error(key, f"impossible values in {source}: {reason}", "correct the model's config.json") from None
+        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:  # what a config's code does with values it never meant
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise user_error(key, f"impossible values in {source}: {reason}", "correct the model's config.json") from None
     if args.config_overrides:
         config = _overridden(config, args.config_overrides)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+
+    def value_of(name: str) -> Any:
+        try:
+            return getattr(text, name, None)
+        except Exception:  # transformers refuses to name one value where layers differ
+            return ()
+
+    if impossible := impossible_sizes(value_of):
+        raise UserError(impossible)
     config.use_cache = False
     return config
 
@@ -233,8 +251,8 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError) as error:
-        message = str(error).splitlines()[0]
+    except (ValueError, ImportError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, AssertionError) as error:
+        message = (str(error) or type(error).__name__).splitlines()[0]
         key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one

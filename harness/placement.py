@@ -148,8 +148,9 @@ def meta_model(config: Any, dtype: torch.dtype | None = None, trust_remote_code:
     try:
         with init_empty_weights(include_buffers=True):
             model = auto.from_config(config, **options)
-    except ValueError as error:
-        raise user_error("--model_name_or_path", str(error).splitlines()[0], "give a causal or sequence-to-sequence LM") from None
+    except (ValueError, ImportError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, AssertionError) as error:
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        raise user_error("--model_name_or_path", message, "give a causal or sequence-to-sequence LM") from None
     model.tie_weights()
     # init_empty_weights moves what modules register; a table made inside a module's own method may still be real.
     return model.to("meta")

@@ -203,12 +203,9 @@ def _hardware(options: argparse.Namespace, machine: Machine) -> tuple[Hardware, 
     return hardware, num_bytes
 
 
-def _requests(options: argparse.Namespace, engines: Sequence[EngineName]) -> list[dict[str, Any]]:
-    """What must be measured: one request for each way in which weights look inside the products."""
-    modes = []
-    for engine in engines:
-        weights = RunShape(engine, 1, 2, precision=options.precision).weights
-        modes += [] if weights in modes else [weights]
+def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict[str, Any]:
+    """What must be measured, in each way in which weights look inside the products."""
+    modes = list(dict.fromkeys(RunShape(engine, 1, 2, precision=options.precision).weights for engine in engines))
     chunks = [options.loss_chunk_size] + ([] if options.loss_chunk_size else [1024])
     targets = options.target_modules
     lora = None
@@ -219,7 +216,7 @@ def _requests(options: argparse.Namespace, engines: Sequence[EngineName]) -> lis
             "target_modules": targets[0] if targets == ["all-linear"] else targets,
         }
     pinned = options.activation_checkpointing
-    base = {
+    return {
         "model": options.model,
         "model_type": options.model_type,
         "config_overrides": options.config_overrides,
@@ -232,8 +229,8 @@ def _requests(options: argparse.Namespace, engines: Sequence[EngineName]) -> lis
         "lora": lora,
         # flash and flex attention keep documents apart without a mask in memory
         "documents": options.document_isolation and options.attn_implementation in ("sdpa", "eager"),
+        "weights": modes,
     }
-    return [{**base, "weights": [weights]} for weights in modes]
 
 
 def _run_shape(options: argparse.Namespace, engine: EngineName, num_gpus: int) -> RunShape:
@@ -296,9 +293,9 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     engines = engines_for(options.engine, num_gpus)
     if options.block_size is None:
         options.block_size = 4096
-        limit = measure([{**_requests(options, engines)[0], "checkpointing": [], "loss_chunks": []}]).shape.max_positions
+        limit = measure([{**_request(options, engines), "checkpointing": [], "loss_chunks": []}]).shape.max_positions
         options.block_size = min(4096, limit or 1024)
-    measured = measure(_requests(options, engines))
+    measured = measure([_request(options, engines)])
     plans = []
     for engine in engines:
         run = _run_shape(options, engine, num_gpus)

@@ -69,12 +69,13 @@ def show_r_check(model_folder: str, lora_r: int, target_modules: list[str]) -> N
 
 def show_balanced_map(model_folder: str) -> None:
     """The balanced device map of the model for two made-up cards that it just does not fit on one of."""
-    from transformers import AutoConfig
-
+    from harness.args import ModelArguments
     from harness.device_maps import create_balanced_device_map
+    from harness.modeling import load_config
     from harness.placement import meta_model
 
-    num_bytes = sum(parameter.numel() * 4 for parameter in meta_model(AutoConfig.from_pretrained(model_folder)).parameters())
+    model = meta_model(load_config(ModelArguments(model_name_or_path=model_folder)))
+    num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
     device_map = create_balanced_device_map(model_folder, max_memory={0: num_bytes, 1: num_bytes}, min_memory_gb=0)
     for card in (0, 1):
         print(f"card {card}: {', '.join(name for name, device in device_map.items() if device == card)}")

@@ -123,7 +123,8 @@ def test_meter_counts_flops_of_products_and_attention() -> None:
 def whole_run(config_path: Path, weights: str, mode: str, batch: int, **options: Any) -> tuple[int, int, Any]:
     """Highest points of forward and of backward of the whole model, run under the meter with no layer taken away."""
     from harness import activation_probe
-    from harness.modeling import layer_units, set_activation_checkpointing
+    from harness.blocks import set_activation_checkpointing
+    from harness.modeling import layer_units
 
     request = request_for(config_path, **options)
     model = activation_probe.build(request)
@@ -375,8 +376,9 @@ def test_fsdp_agrees_with_torchs_own_tracker() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from harness import activation_probe
+    from harness.blocks import set_activation_checkpointing
     from harness.loss import install_loss
-    from harness.modeling import isolate_packed_documents, set_activation_checkpointing
+    from harness.modeling import isolate_packed_documents
 
     sizes = {**TINY, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 16384}
     config = LlamaConfig(**{key: value for key, value in sizes.items() if key not in ("model_type", "architectures")}, use_cache=False)
@@ -536,23 +538,46 @@ def test_a_child_that_dies_is_one_clear_message(monkeypatch: pytest.MonkeyPatch)
         memory._answer_of(2, json.dumps({"findings": [finding]}), "")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_attention_heads": 300}, "The hidden size (256) is not a multiple of the number of attention heads (300)"),
-        ({"model_type": "qwen3", "num_attention_heads": 300, "head_dim": 8}, "300 heads are more than the hidden size 256"),
-        ({"num_key_value_heads": 3}, "8 heads cannot share 3 key-value heads"),
-        ({"num_hidden_layers": -2}, "num_hidden_layers: must be a positive whole number, not -2"),
-        ({"model_type": "no_such_model"}, "no model config in"),
-    ],
-)
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"num_attention_heads": 300}, "The hidden size (256) is not a multiple of the number of attention heads (300)"),
+    ({"num_attention_heads": 7}, "The hidden size (256) is not a multiple of the number of attention heads (7)"),
+    ({"model_type": "qwen3", "num_attention_heads": 300, "head_dim": 8}, "300 heads are more than the hidden size 256"),
+    ({"num_key_value_heads": 3}, "8 heads cannot share 3 key-value heads"),
+    ({"num_hidden_layers": -2}, "num_hidden_layers: must be a positive whole number, not -2"),
+    ({"hidden_size": "256"}, "hidden_size"),
+    ({"model_type": "no_such_model"}, "no model config in"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), IMPOSSIBLE)
 def test_impossible_configs_are_one_message(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    from harness.activation_probe import build
+    """Wherever a config.json is read: the planner, the run and the device maps all read it here."""
+    from harness.args import ModelArguments
+    from harness.modeling import load_config
 
     with pytest.raises(UserError) as caught:
-        build(request_for(write_config(tmp_path, {**TINY, **changes})))
+        load_config(ModelArguments(config_name=str(write_config(tmp_path, {**TINY, **changes}))))
     assert message in str(caught.value)
     assert len(caught.value.findings) == 1
+
+
+def test_a_run_refuses_impossible_sizes_before_anything_is_loaded(tmp_path: Path) -> None:
+    from harness.args import from_config
+    from harness.check_arguments import model_facts
+
+    def problems(text: str) -> list[str]:
+        path = tmp_path / "config.json"
+        path.write_text(text, encoding="utf-8")
+        facts = model_facts(from_config({"config_name": str(path), "output_dir": "out"}))
+        return [finding.message for finding in facts.problems]
+
+    assert problems(json.dumps({**TINY, "num_attention_heads": 300})) == ["300 heads are more than the hidden size 256"]
+    assert problems(json.dumps({**TINY, "vocab_size": 0, "hidden_size": -1})) == [
+        "must be a positive whole number, not -1",
+        "must be a positive whole number, not 0",
+    ]
+    assert problems("[1]") == [f"{tmp_path}/config.json holds no JSON object"]
+    assert problems(json.dumps(TINY)) == []
 
 
 def test_measurements_correct_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
