@@ -25,6 +25,7 @@ import yaml
 
 from harness import device_map_text, hf_names
 from harness.findings import Finding, UserError, has_errors, user_error
+from harness.partition import size_problem
 
 # HfArgumentParser resolves annotations with typing.get_type_hints, and on Python 3.10 it knows Optional[...] best.
 
@@ -59,6 +60,8 @@ class ModelArguments:
     )
     resize_embeddings: bool = _field(True, "Grow the embedding when the tokenizer has more tokens than the model.")
     use_liger_kernel: Optional[bool] = _field(None, "Liger's fused layers; default: on CUDA where liger-kernel is installed.")
+    torch_compile: Optional[bool] = _field(None, "Compile the model's layers, one by one; default: on CUDA where a compiler is there.")
+    torch_compile_backend: Optional[str] = _field(None, "Backend of torch.compile; default: inductor.")
     no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile and float8 together.")
 
 
@@ -146,12 +149,23 @@ class TrainArguments:
     gradient_checkpointing: Optional[bool] = _field(None, "Same as --activation_checkpointing full.")
     loss_chunk_size: int = _field(1024, "Tokens whose logits exist at once in the loss; 0: all at once.")
     nan_policy: str = _choice("skip", ["skip", "stop"], "An update with a NaN or infinite gradient: skip it, or stop the run.")
+    auto_memory: str = _choice(
+        "on",
+        ["off", "suggest", "on"],
+        "Start with the fastest settings that are predicted to fit every card, with the same samples in a step; suggest: only say which.",
+    )
+    gpu_memory: Optional[str] = _field(None, "What the run may use of each card: 80GB as on its label, or exactly: 20GiB. Default: all of it.")
     no_oom_recovery: bool = _field(False, "End the run at the first out-of-memory instead of going on under smaller settings.")
     oom_ladder: list[str] = _field(
         [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
     )
     max_nan_steps: int = _field(20, "With nan_policy skip: stop after this many such steps in a row.")
 
+    engine: str = _choice(
+        "as_asked",
+        ["as_asked", "auto"],
+        "auto: where memory does not suffice, the job is spread further over its GPUs: DDP goes on as FSDP2, ZeRO-1 and 2 as ZeRO-3.",
+    )
     deepspeed: Optional[str] = _field(None, "DeepSpeed JSON: the engine is ZeRO.")
     nvme_path: Optional[str] = _field(
         None, 'Folder on a local NVMe disk for offloading, where the DeepSpeed JSON says "nvme_path": "auto". Default: nvme/ in output_dir.'
@@ -514,6 +528,8 @@ def resolve(args: Arguments) -> Arguments:
         bad("eval_steps", f"must be positive, not {train.eval_steps}")
     if train.save_total_limit is not None and train.save_total_limit < 1:
         bad("save_total_limit", f"must be at least 1, not {train.save_total_limit}")
+    if train.gpu_memory is not None and (problem := size_problem(train.gpu_memory)):
+        bad("gpu_memory", problem, "write for example 80GB or 20GiB")
     if train.loss_chunk_size < 0:
         bad("loss_chunk_size", f"must not be negative, but is {train.loss_chunk_size}")
     if not train.output_dir:

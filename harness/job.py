@@ -18,18 +18,19 @@ from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator, StopFlag, setup_logging
-from harness.data import build_loader, prepare_data
+from harness.data import build_loader, dry_run_step, prepare_data
 from harness.engines.base import Engine, compute_dtype, materialise_optimizer
-from harness.engines.build import build_engine, initial_settings, master_dtype, resolve_precision, spread_over_cards
+from harness.engines.build import build_engine, master_dtype, resolve_precision, spread_over_cards
 from harness.evaluation import Evaluator
 from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
-from harness.ladder import MemorySettings, default_ladder, describe_change, is_lower, parse_ladder
 from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
-from harness.recovery import Recovery, last_good_settings
+from harness.recovery import Recovery
 from harness.resume import config_facts, load_best, resume, template_facts
-from harness.step_loader import StepLoader, eval_batches, longest_possible_step, longest_step
+from harness.source_losses import SourceLosses
+from harness.starting_settings import Start, choose_start
+from harness.step_loader import StepLoader, eval_batches
 from harness.streaming import StreamLoader
 from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
 
@@ -120,8 +121,17 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
-        settings = _first_settings(args, engine_name, folder, coordinator)
-        engine, template = build_engine(engine_name, args, coordinator, empty, settings, precision, plan.max_steps)
+        start = choose_start(
+            args,
+            engine_name,
+            folder,
+            coordinator,
+            block_size=int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096,
+            num_parameters=modeling.num_parameters(empty.model),
+        )
+        if start.host_relief >= 2:
+            args.data.dataloader_num_workers = 0
+        engine, template = build_engine(start.engine, args, coordinator, empty, start.settings, precision, plan.max_steps)
     if coordinator.is_main_process:
         run_folder.write_facts(folder, args, engine.name, template)
         write_model_files(
@@ -140,7 +150,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         on_event=metrics.event,
     )
     facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
-    trainer = _trainer(args, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
+    trainer = _trainer(args, start, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
+    trainer.recovery.before_relaunch = checkpointer.finish
     with phase("resume"):
         resume(args, trainer, checkpointer, coordinator)
     if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):
@@ -257,6 +268,7 @@ def _metrics(args: Arguments, folder: Path, coordinator: Coordinator, plan: RunP
 
 def _trainer(
     args: Arguments,
+    start: Start,
     engine: Engine,
     loader: StepLoader | StreamLoader,
     plan: RunPlan,
@@ -269,17 +281,18 @@ def _trainer(
     facts: dict[str, Any],
 ) -> Trainer:
     flops, peak = _flops(engine, config, prepared, coordinator)
+    sources = SourceLosses(prepared.source_names) if args.data.dataset_mix else None
     trainer = Trainer(
         train=args.train,
         engine=engine,
-        batches=loader.prefetching,
+        loader=loader,
         plan=plan,
         coordinator=coordinator,
-        recovery=_recovery(args, engine, coordinator, stop, prepared, checkpointer.output_dir, metrics),
+        recovery=_recovery(start, engine, coordinator, stop, checkpointer.output_dir, metrics),
         checkpointer=checkpointer,
         evaluator=None,
         metrics=metrics,
-        watch=StepWatch(coordinator, flops, peak),
+        watch=StepWatch(coordinator, flops, peak, sources),
         identity={
             "engine": engine.name,
             "num_processes": coordinator.num_processes,
@@ -301,32 +314,15 @@ def _trainer(
             batch_size=args.train.per_device_eval_batch_size,
             every_steps=plan.eval_steps,
             on_result=trainer.note_evaluation,
+            sources=SourceLosses(prepared.source_names) if args.data.dataset_mix else None,
         )
         trainer.recovery.lower["evaluate"] = trainer.evaluator.lower
         trainer.evaluator.check = trainer.recovery.check
     return trainer
 
 
-def _recovery(
-    args: Arguments, engine: Engine, coordinator: Coordinator, stop: StopFlag, prepared: Any, folder: Path, metrics: MetricsLog
-) -> Recovery:
-    """The ladder of this run: the user's, or the default one."""
-    ladder: list[Any] = []
-    if not args.train.no_oom_recovery:
-        block = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
-        explicit = args.train.oom_ladder
-        ladder = parse_ladder(explicit, engine.settings) if explicit else default_ladder(engine.settings, block_size=block)
-    return Recovery(coordinator, stop, engine, ladder, folder=folder, on_event=metrics.event)
-
-
-def _first_settings(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator) -> MemorySettings:
-    """What arguments and template ask for, or what an earlier life of this run had come down to."""
-    settings = initial_settings(args, engine_name)
-    earlier = coordinator.broadcast(last_good_settings(folder, coordinator.num_processes))
-    if args.train.no_oom_recovery or earlier is None or not is_lower(earlier, settings):
-        return settings
-    log.info("starting at the settings that this run had come down to: %s", describe_change(settings, earlier))
-    return earlier
+def _recovery(start: Start, engine: Engine, coordinator: Coordinator, stop: StopFlag, folder: Path, metrics: MetricsLog) -> Recovery:
+    return Recovery(coordinator, stop, engine, start.ladder, folder=folder, on_event=metrics.event, host_relief=start.host_relief)
 
 
 def _dry_run(args: Arguments, trainer: Trainer, prepared: Any, loader: Any, coordinator: Coordinator) -> None:
@@ -335,11 +331,7 @@ def _dry_run(args: Arguments, trainer: Trainer, prepared: Any, loader: Any, coor
         return
     engine = trainer.engine
     number = min(loader.samples_per_rank, 2 * engine.settings.micro_batch_size)
-    options = {"pad_id": loader.pad_id}
-    if hasattr(prepared.train, "lengths"):
-        batch = longest_step(prepared.train, number, pin_memory=coordinator.device.type == "cuda", **options)
-    else:
-        batch = longest_possible_step(number, args.data.block_size or 4096, **options)
+    batch = dry_run_step(prepared, number, pin_memory=coordinator.device.type == "cuda")
     with phase("dry run"):
         trainer.recovery.dry_run(engine.forward_backward, batch, max(1, batch.num_label_tokens * coordinator.num_processes))
 

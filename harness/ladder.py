@@ -6,7 +6,7 @@ Pure code: imports neither torch nor transformers, so that it can be tested and 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from harness.findings import Finding, UserError
@@ -31,6 +31,7 @@ class MemorySettings:
         optimizer_offload: share of the optimizer state kept in host memory, 0.0 to 1.0.
         param_offload: where sharded parameters live between uses.
         in_flight_micro_batches: device map: micro-batches between their forward and their backward; 0 means all of a step.
+        engine: with `--engine auto` only: "fsdp", "zero2" or "zero3" where the run has come down to it; "" is the one that was asked for.
     """
 
     micro_batch_size: int
@@ -44,6 +45,7 @@ class MemorySettings:
     optimizer_offload: float = 0.0
     param_offload: Offload = "none"
     in_flight_micro_batches: int = 0
+    engine: str = ""
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
@@ -72,15 +74,16 @@ class MemorySettings:
 EFFICIENT_TOKENS = 8192
 
 
-def default_ladder(start: MemorySettings, *, block_size: int) -> list[MemorySettings]:
-    """The rungs that can be reached without starting anew, fastest first; each needs less memory than the one before.
+def default_ladder(start: MemorySettings, *, block_size: int, offloads: Sequence[Mapping[str, Any]] = ()) -> list[MemorySettings]:
+    """Rungs in an order that is right for most models, fastest first; each needs less memory than the one before.
 
     Args:
         start: the settings in force; the first rung.
         block_size: tokens of the longest sample.
+        offloads: changes that this engine and machine can make after all others, in order; they need a new start of the processes.
 
     Returns:
-        `start` and everything below it, down to micro-batches of one sample with full activation checkpointing.
+        `start` and everything below it, down to micro-batches of one sample with full activation checkpointing, and offload.
     """
     rungs = [start]
 
@@ -98,10 +101,17 @@ def default_ladder(start: MemorySettings, *, block_size: int) -> list[MemorySett
             lower(activation_checkpointing=mode)
     while rungs[-1].micro_batch_size > 1:
         lower(micro_batch_size=rungs[-1].micro_batch_size // 2)
+    for changes in offloads:
+        if is_lower(rungs[-1].replace(**changes), rungs[-1]):
+            lower(**changes)
     return rungs
 
 
 _STRENGTH = {"none": 0, "selective": 1, "full": 2}
+_OFFLOAD_STRENGTH = {"none": 0, "cpu": 1, "nvme": 2}
+# How far parameters, gradients and optimizer state are spread over ranks; "" is what arguments and template ask for.
+_SHARDING_STRENGTH = {"": 0, "ddp": 0, "zero1": 1, "zero2": 2, "fsdp": 3, "zero3": 3}
+_UNBOUNDED = 1 << 60
 
 
 def is_lower(below: MemorySettings, above: MemorySettings) -> bool:
@@ -109,11 +119,16 @@ def is_lower(below: MemorySettings, above: MemorySettings) -> bool:
     pairs = [
         (above.micro_batch_size, below.micro_batch_size),
         (_STRENGTH[below.activation_checkpointing], _STRENGTH[above.activation_checkpointing]),
-        (above.loss_chunk_size or 1 << 60, below.loss_chunk_size or 1 << 60),
+        (above.loss_chunk_size or _UNBOUNDED, below.loss_chunk_size or _UNBOUNDED),
+        (above.reduce_bucket_size or _UNBOUNDED, below.reduce_bucket_size or _UNBOUNDED),
+        (above.prefetch_bucket_size or _UNBOUNDED, below.prefetch_bucket_size or _UNBOUNDED),
+        (above.max_live_parameters or _UNBOUNDED, below.max_live_parameters or _UNBOUNDED),
+        (_OFFLOAD_STRENGTH[below.param_offload], _OFFLOAD_STRENGTH[above.param_offload]),
+        (_SHARDING_STRENGTH[below.engine], _SHARDING_STRENGTH[above.engine]),
         (int(below.reshard_after_forward), int(above.reshard_after_forward)),
         (int(below.activation_offload), int(above.activation_offload)),
         (below.optimizer_offload, above.optimizer_offload),
-        (above.in_flight_micro_batches or 1 << 60, below.in_flight_micro_batches or 1 << 60),
+        (above.in_flight_micro_batches or _UNBOUNDED, below.in_flight_micro_batches or _UNBOUNDED),
     ]
     return all(more >= less for more, less in pairs) and any(more > less for more, less in pairs)
 
@@ -123,7 +138,8 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
 
     Args:
         words: "micro_batch" (halves it), "micro_batch=N", "gradient_checkpointing", "activation_checkpointing=selective|full",
-            "reshard_after_forward", "in_flight_micro_batches=N".
+            "reshard_after_forward", "in_flight_micro_batches=N", "loss_chunk_size=N", "optimizer_offload[=share]", "param_offload", and
+            DeepSpeed's "reduce_bucket_size=N", "stage3_prefetch_bucket_size=N", "stage3_max_live_parameters=N".
         start: the settings in force.
 
     Raises:
@@ -136,7 +152,11 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
             changes = _changes_of(word, rungs[-1])
             rung = rungs[-1].replace(**changes)
         except (KeyError, ValueError) as error:
-            fix = "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward"
+            fix = (
+                "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward,"
+                " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
+                " stage3_max_live_parameters=N or in_flight_micro_batches=N"
+            )
             problems.append(Finding("error", "--oom_ladder", f"'{word}' is not a rung ({error})", f"use {fix}"))
             continue
         if not is_lower(rung, rungs[-1]):
@@ -148,6 +168,15 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
     if problems:
         raise UserError(problems)
     return rungs
+
+
+_COUNTS = {
+    "in_flight_micro_batches": "in_flight_micro_batches",
+    "loss_chunk_size": "loss_chunk_size",
+    "reduce_bucket_size": "reduce_bucket_size",
+    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
+    "stage3_max_live_parameters": "max_live_parameters",
+}
 
 
 def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
@@ -162,8 +191,12 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
         return {name: value}
     if name == "reshard_after_forward" and not equals:
         return {name: True}
-    if name == "in_flight_micro_batches":
-        return {name: int(value)}
+    if name in _COUNTS:
+        return {_COUNTS[name]: int(float(value))}  # 5e8 is how these are written in DeepSpeed's own files
+    if name == "optimizer_offload":
+        return {name: float(value) if equals else 1.0}
+    if name == "param_offload" and value in ("", "cpu"):
+        return {name: "cpu"}
     raise KeyError("no such rung")
 
 

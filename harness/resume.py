@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import checkpoint_files
+from harness import checkpoint_files, guard_line
 from harness.args import Arguments
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
@@ -155,6 +155,8 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
         UserError: none usable where there must be one, or one that would not continue the same run.
     """
     wanted = args.train.resume_from_checkpoint or "auto"
+    if guard_line.attempt() > 0 and coordinator.broadcast(bool(checkpoint_files.list_checkpoints(checkpointer.output_dir))):
+        wanted = "auto"  # what was asked for was the start of an earlier life
     if Path(wanted).is_dir() and is_trainer_checkpoint(Path(wanted)):
         _from_trainer(Path(wanted), args, trainer, coordinator)
         found: Path | None = Path(wanted)
@@ -166,6 +168,8 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
         check(saved["run"], trainer.identity, force=args.train.force_resume)
         restore(found, saved, trainer, checkpointer, coordinator)
         trainer.state = TrainState.from_dict(saved["state"])
+        if saved["run"].get("data_fingerprint") == trainer.identity["data_fingerprint"]:
+            trainer.loader.load_state_dict(saved.get("data", {}))
     trainer.metrics.event("resume", step=trainer.state.step, path=str(found))
     log.info("resuming at step %d of %d", trainer.state.step, trainer.plan.max_steps)
     return True

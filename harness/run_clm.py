@@ -65,7 +65,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     folder = Path(str(args.train.output_dir))
     rank = int(os.environ.get("RANK", "0"))
     engine = check(args, train_dataset)
-    from harness import coordination, job
+    from harness import coordination, job, oom_reports, recovery
 
     # torch 2.13 announces other names for collectives that DeepSpeed and older torch do not have, once per call site and rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -92,6 +92,8 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         coordinator.close()
         raise
     except BaseException as error:
+        if not args.train.no_oom_recovery and guard_line.can_relaunch() and oom_reports.is_out_of_memory(error):
+            recovery.relaunch_alone("start or end", error, coordinator)
         reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
         log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
         run_folder.record_exit(folder, FAILED, reason, rank, started_s)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import guard_line
 from harness.args import Arguments
 from harness.findings import Finding, UserError, user_error
 
@@ -131,6 +132,8 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
         probe.unlink()
     except OSError as error:
         raise user_error("--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to") from None
+    if guard_line.attempt() > 0:  # this run's own, from the life before
+        return []
     if args.train.overwrite_output_dir:
         return _move_aside(folder)
     earlier = folder / "config.json"

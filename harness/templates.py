@@ -31,6 +31,7 @@ from harness.deepspeed_json import (
 )
 from harness.findings import Finding, UserError, user_error
 from harness.fsdp_templates import FsdpTemplate, fsdp_from_environment, fsdp_from_flag, mixed_precision_of
+from harness.ladder import MemorySettings
 
 ADAM_TYPES = ("adam", "adamw")
 # Optimizers of ours that DeepSpeed counts as tested with ZeRO, and those it may replace by its CPU Adam.
@@ -480,6 +481,31 @@ def _fill_zero(config: dict[str, Any], train: TrainArguments, hidden_size: int |
     if get_value(zero, "offload_param.buffer_size") == "auto":
         default = 100_000_000  # DeepSpeed's; a buffer must hold the largest parameter
         zero["offload_param"]["buffer_size"] = max(default, largest_parameter or 0)
+
+
+def with_memory_settings(template: Mapping[str, Any], settings: MemorySettings) -> dict[str, Any]:
+    """A DeepSpeed template with what a ladder's settings say beyond it: offload, bucket sizes, ZeRO's stage.
+
+    `sub_group_size` stays: a checkpoint of ZeRO-3 loads into any offload, but not into other sub-groups.
+    """
+    config = copy.deepcopy(dict(template))
+    zero = config.setdefault("zero_optimization", {})
+    if settings.engine.startswith("zero"):
+        zero["stage"] = int(settings.engine.removeprefix("zero"))
+    if settings.optimizer_offload > 0 and get_value(zero, "offload_optimizer.device", "none") == "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if settings.optimizer_offload < 1:
+            zero["offload_optimizer"]["ratio"] = settings.optimizer_offload
+    if settings.param_offload == "cpu" and get_value(zero, "offload_param.device", "none") == "none":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    for key, value in (
+        ("reduce_bucket_size", settings.reduce_bucket_size),
+        ("stage3_prefetch_bucket_size", settings.prefetch_bucket_size),
+        ("stage3_max_live_parameters", settings.max_live_parameters),
+    ):
+        if value is not None:
+            zero[key] = value
+    return config
 
 
 # ---------------------------------------------------------------- small helpers

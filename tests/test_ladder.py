@@ -121,7 +121,7 @@ def test_settings_survive_json_and_refuse_nonsense() -> None:
 def test_which_errors_are_out_of_memory(text: str, counts: bool) -> None:
     import torch
 
-    from harness.recovery import is_out_of_memory
+    from harness.oom_reports import is_out_of_memory
 
     assert is_out_of_memory(RuntimeError(text)) is counts
     assert is_out_of_memory(torch.OutOfMemoryError("anything"))
@@ -199,17 +199,17 @@ def test_rungs_are_written_with_their_estimates() -> None:
 def test_report_of_a_rank_is_read_from_torchs_message() -> None:
     import torch
 
-    from harness.recovery import _memory_report, seen_memory, worst_report
+    from harness.oom_reports import memory_report, seen_memory, worst_report
 
     text = (
         "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 301.25 MiB is free. Including"
         " non-PyTorch memory, this process has 78.80 GiB memory in use. Of the allocated memory 75.25 GiB is allocated by PyTorch, and"
         " 2.10 GiB is reserved by PyTorch but unallocated."
     )
-    report = _memory_report(torch.device("cpu"), text)
+    report = memory_report(torch.device("cpu"), text)
     assert (report["requested_gib"], report["allocated_gib"], report["limit_gib"]) == (0.5, 75.25, None)
     assert seen_memory(report) == SeenMemory(None, 0.5 * GIB, 75.25 * GIB)
-    silent = _memory_report(torch.device("cpu"), "")
+    silent = memory_report(torch.device("cpu"), "")
     assert seen_memory(silent) == SeenMemory()
     more = {**report, "requested_gib": 3.0}
     assert worst_report([silent, report, more, silent]) == 2

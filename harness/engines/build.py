@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from harness.findings import UserError, has_errors, user_error
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel
-from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
+from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
 
 log = logging.getLogger("harness")
 
@@ -79,13 +81,32 @@ def initial_settings(args: Arguments, engine: str) -> MemorySettings:
         settings = settings.replace(
             optimizer_offload=float(offload_optimizer.get("ratio", 1.0)) if offload_optimizer.get("device", "none") != "none" else 0.0,
             param_offload=zero.get("offload_param", {}).get("device", "none"),
+            reduce_bucket_size=_elements(zero, "reduce_bucket_size"),
         )
+        if zero.get("stage") == 3:
+            settings = settings.replace(
+                prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size"),
+                max_live_parameters=_elements(zero, "stage3_max_live_parameters"),
+            )
     return settings
 
 
-def _resolved_ds_config(args: Arguments, coordinator: Coordinator, model: Any, precision: str, total_steps: int) -> dict[str, Any]:
+# DeepSpeed's defaults, in elements.
+_DEFAULT_ELEMENTS = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7, "stage3_max_live_parameters": 1e9}
+
+
+def _elements(zero: Mapping[str, Any], key: str) -> int | None:
+    """A bucket's size in force; None where it is "auto" and the model decides it."""
+    value = zero.get(key, _DEFAULT_ELEMENTS[key])
+    return None if value == "auto" else int(value)
+
+
+def _resolved_ds_config(
+    args: Arguments, coordinator: Coordinator, model: Any, settings: MemorySettings, precision: str, total_steps: int
+) -> dict[str, Any]:
     template = load_deepspeed_template(args, os.environ)
     assert template is not None
+    template = with_memory_settings(template, settings)
     text = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     config, findings = resolve_deepspeed_config(
         template,
@@ -133,12 +154,14 @@ def build_engine(
     if engine == "zero":
         from harness.engines.zero import ZeroEngine
 
-        used = _resolved_ds_config(args, coordinator, empty_model.model, precision, total_steps)
+        used = _resolved_ds_config(args, coordinator, empty_model.model, settings, precision, total_steps)
         made = ZeroEngine(build, used)
     elif engine == "fsdp":
         from harness.engines.fsdp import FsdpEngine
 
         template = fsdp_template_of(args, os.environ)
+        if settings.engine == "fsdp" and template is None:  # come down from DDP
+            template = fsdp_template_of(dataclasses.replace(args, train=dataclasses.replace(args.train, fsdp="full_shard")), os.environ)
         assert template is not None
         made = FsdpEngine(build, template)
         used = {key: value for key, value in vars(template).items() if key != "notes"}

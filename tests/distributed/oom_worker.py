@@ -2,7 +2,8 @@
 
     HARNESS_TEST_OOM="forward:1:3 backward:all:9"     python -m tests.distributed.oom_worker <arguments of run_clm.py>
 
-Each word is place:rank:call; rank is a number or "all", call counts from 1 the times the rank comes to that place in its life.
+Each word is place:rank:call[:life]; rank is a number or "all", call counts from 1 the times the rank comes to that place in its life.
+`life` is 0, the first, where it is left out; "all" is every life.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
+from harness import guard_line
+
+
 class Injector:
     """Raises once for each word, at the wanted place and count, on the wanted rank."""
 
     def __init__(self, text: str) -> None:
         self.rank = os.environ.get("RANK", "0")
-        wanted = [word.split(":") for word in text.split()]
-        self.wanted = {(place, int(call)) for place, rank, call in wanted if rank in ("all", self.rank)}
+        wanted = [(word + ":0").split(":")[:4] for word in text.split()]
+        here = str(guard_line.attempt())
+        self.wanted = {(place, int(call)) for place, rank, call, life in wanted if rank in ("all", self.rank) and life in ("all", here)}
         self.counts: dict[str, int] = {}
 
     def at(self, place: str) -> None:
@@ -70,12 +75,15 @@ def install(injector: Injector) -> None:
 
     wrap(collectives.DefaultAllGather, "allocate", "gather-buffer", injector)
     wrap(collectives.DefaultReduceScatter, "allocate", "reduce-buffer", injector)
+    wrap(job, "build_engine", "start", injector)
     make_recovery = job._recovery
 
     def make_and_hook(*args: Any, **kwargs: Any) -> Any:
         recovery = make_recovery(*args, **kwargs)
         engine = recovery.engine
         hook_model(engine.module, injector)
+        wrap(engine, "step", "update", injector)
+        wrap(engine, "save", "save", injector)
         if engine.name == "ddp" and engine.check is not None:
             wrap(engine, "_sum_gradients", "reduce-buffer", injector)
         if engine.name.startswith("zero"):
@@ -102,7 +110,9 @@ def hook_deepspeed(engine: Any, injector: Injector) -> None:
 
 
 if __name__ == "__main__":
-    from harness import run_clm
+    from harness import guard, run_clm
 
+    if guard.needs_guard():
+        sys.exit(guard.main())
     install(Injector(os.environ.get("HARNESS_TEST_OOM", "")))
     sys.exit(run_clm.main())

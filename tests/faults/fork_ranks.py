@@ -104,6 +104,10 @@ class _ForkingGuard(Guard):
 def _run_clm(arguments: list[str]) -> int:
     from harness import run_clm
 
+    if wanted := os.environ.get("HARNESS_TEST_OOM"):
+        from tests.distributed import oom_worker
+
+        oom_worker.install(oom_worker.Injector(wanted))
     sys.argv = ["run_clm.py", *arguments]
     return run_clm.main(arguments)
 

@@ -1,0 +1,153 @@
+"""Recognising out-of-memory, what a rank saw of it, and `ladder.json`: the settings a run has come down to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.ladder import MemorySettings, Rung, SeenMemory
+
+LADDER_FILE = "ladder.json"
+
+# Messages of allocators other than torch's own that mean out of memory (their exceptions have no type of their own).
+_OOM_MESSAGES = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+)
+
+
+class EndOfLadderError(RuntimeError):
+    """Nothing is left that would need less memory. Its text holds the allocator's, but it is the end and no new failure."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for a GPU, library or host allocation that failed; False for every other error, sticky CUDA errors included."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, EndOfLadderError):
+        return False
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OOM_MESSAGES)
+
+
+_GIB_OF = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
+
+
+def _size_in(text: str, pattern: str) -> float | None:
+    """A size in torch's message, GiB."""
+    match = re.search(pattern + r" ([\d.]+) (KiB|MiB|GiB)", text)
+    return round(float(match.group(1)) * _GIB_OF[match.group(2)], 3) if match else None
+
+
+def memory_report(device: torch.device, failure: str) -> dict[str, Any]:
+    """What this rank saw, in GiB: requested and allocated when it failed (from torch's message), and what it may use of its card."""
+    allocated: float | None = _size_in(failure, "Of the allocated memory")
+    limit = None
+    if device.type == "cuda":
+        if allocated is None:
+            allocated = torch.cuda.memory_allocated(device) / 2**30
+        share = torch.cuda.get_per_process_memory_fraction(device)
+        limit = round(share * torch.cuda.mem_get_info(device)[1] / 2**30, 3)
+    return {
+        "failure": failure,
+        "requested_gib": _size_in(failure, "Tried to allocate"),
+        "allocated_gib": round(allocated or 0.0, 3),
+        "limit_gib": limit,
+        "others": _other_processes(device) if failure else [],
+    }
+
+
+def _other_processes(device: torch.device) -> list[str]:
+    """Memory on this card that is not ours: "pid 123: 4.2 GiB"; empty where the driver does not say."""
+    if device.type != "cuda":
+        return []
+    try:
+        listing = str(torch.cuda.list_gpu_processes(device))
+    except Exception:  # NVML may be missing or not loadable; the report goes on without
+        return []
+    found = re.findall(r"process +(\d+) uses +([\d.]+) MB", listing)
+    return [f"pid {pid}: {float(mib) / 1024:.1f} GiB" for pid, mib in found if int(pid) != os.getpid()]
+
+
+def worst_report(reports: Sequence[dict[str, Any]]) -> int:
+    """The rank that lacked the most: of those whose allocation failed, the one furthest over its limit; 0 where none says."""
+
+    def lack(rank: int) -> float:
+        each = reports[rank]
+        return float(each["allocated_gib"] + (each["requested_gib"] or 0.0) - (each["limit_gib"] or 0.0))
+
+    return max((rank for rank, each in enumerate(reports) if each["failure"]), key=lack, default=0)
+
+
+def seen_memory(report: dict[str, Any]) -> SeenMemory:
+    """A rank's report in the ladder's terms."""
+
+    def num_bytes(name: str) -> float | None:
+        return report[name] * 2**30 if report[name] else None
+
+    return SeenMemory(num_bytes("limit_gib"), num_bytes("requested_gib"), num_bytes("allocated_gib"))
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / LADDER_FILE).read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def last_good_settings(folder: Path, num_processes: int) -> MemorySettings | None:
+    """The settings that an earlier life of this run had come down to, on as many processes; None if it never had to."""
+    content = _content(folder)
+    try:
+        came_down = content["num_processes"] == num_processes and content["steps_down"]
+        return MemorySettings.from_dict(content["now"]) if came_down else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def steps_down_so_far(folder: Path, num_processes: int) -> list[dict[str, Any]]:
+    """The steps down of the lives before this one, oldest first."""
+    content = _content(folder)
+    steps = content.get("steps_down", [])
+    return list(steps) if content.get("num_processes") == num_processes and isinstance(steps, list) else []
+
+
+def host_relief_so_far(folder: Path, num_processes: int) -> int:
+    """How many steps the run has taken because the host's memory ran out."""
+    content = _content(folder)
+    relief = content.get("host_relief", 0)
+    return int(relief) if content.get("num_processes") == num_processes and isinstance(relief, int) else 0
+
+
+def write_ladder(
+    folder: Path,
+    num_processes: int,
+    ladder: Sequence[MemorySettings | Rung],
+    steps_down: Sequence[dict[str, Any]],
+    now: MemorySettings,
+    *,
+    host_relief: int = 0,
+) -> None:
+    """Writes `ladder.json` as a whole; called on one process."""
+    content = {
+        "num_processes": num_processes,
+        "host_relief": host_relief,
+        "ladder": [rung.to_dict() for rung in ladder],
+        "steps_down": list(steps_down),
+        "now": now.to_dict(),
+    }
+    temporary = folder / f"{LADDER_FILE}.tmp"
+    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    os.replace(temporary, folder / LADDER_FILE)

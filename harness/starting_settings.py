@@ -1,0 +1,236 @@
+"""The memory settings a life of a run begins with: what was asked for, what the run had come down to, or one step below what just failed.
+
+out of memory in phase 'update' of the last life: optimizer_offload 0.0 -> 1.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import guard_line
+from harness.args import Arguments
+from harness.coordination import Coordinator
+from harness.engines.build import initial_settings
+from harness.findings import UserError
+from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder
+from harness.machine import detect_machine
+from harness.oom_reports import EndOfLadderError, host_relief_so_far, last_good_settings, seen_memory, steps_down_so_far, write_ladder
+from harness.recovery import end_message
+from harness.templates import load_deepspeed_template
+
+log = logging.getLogger("harness")
+
+# float32 weights and Adam's two averages, and gradients on their way: what offload moves to the host.
+OFFLOADED_BYTES_PER_PARAMETER = 16
+# Of the host's memory, what offload may take.
+HOST_SHARE = 0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a life begins; the same on all ranks.
+
+    Attributes:
+        engine: "ddp", "fsdp", "zero" or "device_map".
+        settings: in force from the start.
+        ladder: what can be taken after an out-of-memory, fastest first; empty where recovery is off.
+        host_relief: steps taken after the host's memory ran out: 1 no snapshots, 2 no loader workers either, 3 and up less offload.
+    """
+
+    engine: str
+    settings: MemorySettings
+    ladder: tuple[MemorySettings | Rung, ...] = ()
+    host_relief: int = 0
+
+
+def engine_family_of(engine: str) -> str:
+    """ "zero3" is built by the engine "zero"."""
+    return "zero" if engine.startswith("zero") else engine
+
+
+def sharding_steps(args: Arguments, engine: str, num_processes: int) -> list[dict[str, Any]]:
+    """With `--engine auto`: how the same job is spread further over its ranks."""
+    if args.train.engine != "auto" or num_processes == 1:
+        return []
+    if engine == "ddp":
+        return [{"engine": "fsdp"}]
+    if engine == "zero":
+        stage = (load_deepspeed_template(args, os.environ) or {}).get("zero_optimization", {}).get("stage")
+        return [{"engine": "zero3"}] if stage in (1, 2) else []
+    return []
+
+
+def offload_steps(
+    engine: str, stage: int, settings: MemorySettings, num_parameters: int, can_compile: bool | None = None
+) -> list[dict[str, Any]]:
+    """What of a job's state can move to the host, in order; empty where the host has no room for it, or an op cannot be built.
+
+    Args:
+        engine: "fsdp" or "zero"; others have none.
+        stage: ZeRO's; 0 for other engines.
+        num_parameters: of the whole model; all ranks of a node together hold at most that many.
+    """
+    machine = detect_machine()
+    if num_parameters * OFFLOADED_BYTES_PER_PARAMETER > HOST_SHARE * machine.host_memory_bytes:
+        return []
+    if engine == "fsdp":
+        return [{"param_offload": "cpu"}]
+    if engine != "zero":
+        return []
+    can_compile = bool(shutil.which("ninja") and (shutil.which("g++") or shutil.which("c++"))) if can_compile is None else can_compile
+    steps: list[dict[str, Any]] = []
+    if can_compile:  # DeepSpeed's CPU Adam
+        steps.append({"optimizer_offload": 1.0})
+        if stage == 3:
+            steps.append({"param_offload": "cpu"})
+    return [step for step in steps if is_lower(settings.replace(**step), settings)]
+
+
+def make_ladder(
+    args: Arguments, engine: str, settings: MemorySettings, *, block_size: int, num_parameters: int, num_processes: int
+) -> list[MemorySettings]:
+    """The user's ladder, or the default one for this engine and machine.
+
+    Raises:
+        UserError: a word of `--oom_ladder` that is not known or frees nothing.
+    """
+    if args.train.no_oom_recovery:
+        return []
+    if args.train.oom_ladder:
+        return parse_ladder(args.train.oom_ladder, settings)
+    stage = 0
+    if engine == "zero":
+        stage = int((load_deepspeed_template(args, os.environ) or {}).get("zero_optimization", {}).get("stage", 0))
+    spread = [] if settings.engine else sharding_steps(args, engine, num_processes)
+    after = engine_family_of(spread[0]["engine"]) if spread else engine
+    stage = 3 if spread and after == "zero" else stage
+    offloads = offload_steps(after, stage, settings, num_parameters) if guard_line.can_relaunch() else []
+    return default_ladder(settings, block_size=block_size, offloads=[*spread, *offloads])
+
+
+def choose_start(args: Arguments, engine: str, folder: Path, coordinator: Coordinator, *, block_size: int, num_parameters: int) -> Start:
+    """Settings, ladder and engine of this life; called on all ranks, decided on the main process.
+
+    Args:
+        engine: what arguments and template ask for.
+        folder: the run's, with the `ladder.json` of its earlier lives.
+        block_size: tokens of the longest sample.
+        num_parameters: of the whole model.
+
+    Raises:
+        EndOfLadderError: the last life ran out of memory with the lowest settings there are.
+        UserError: `--oom_ladder` names what is not a rung.
+    """
+    start: Start | None = None
+    failure: Exception | None = None
+    if coordinator.is_main_process:
+        try:
+            start = _decide(args, engine, folder, coordinator.num_processes, block_size, num_parameters)
+        except (UserError, EndOfLadderError) as error:
+            failure = error
+    start, failure = coordinator.broadcast((start, failure))
+    if failure is not None:
+        raise failure
+    assert start is not None
+    return start
+
+
+def _decide(args: Arguments, engine: str, folder: Path, num_processes: int, block_size: int, num_parameters: int) -> Start:
+    asked = initial_settings(args, engine)
+    if args.train.no_oom_recovery:
+        return Start(engine, asked)
+    cause = guard_line.cause()
+    earlier = last_good_settings(folder, num_processes)
+    settings = asked
+    if earlier is not None and is_lower(earlier, asked):
+        settings = earlier
+        if cause is None:
+            log.info("starting at the settings that this run had come down to: %s", describe_change(asked, earlier))
+
+    def ladder_below(now: MemorySettings) -> list[MemorySettings]:
+        return make_ladder(
+            args, _engine_of(engine, now), now, block_size=block_size, num_parameters=num_parameters, num_processes=num_processes
+        )
+
+    # The user's own list counts from what was asked for, ours from what is in force.
+    ladder: Sequence[MemorySettings | Rung] = ladder_below(asked if args.train.oom_ladder else settings)
+    relief = host_relief_so_far(folder, num_processes)
+    if cause is not None and not cause.get("agreed"):
+        if cause.get("memory") == "host":
+            settings, relief = _relieve_host(settings, asked, relief, ladder, folder, num_processes, cause)
+        else:
+            settings = _step_below(settings, ladder, folder, num_processes, cause)
+    if ladder:
+        write_ladder(folder, num_processes, ladder, steps_down_so_far(folder, num_processes), settings, host_relief=relief)
+    return Start(_engine_of(engine, settings), settings, tuple(ladder), relief)
+
+
+def _engine_of(asked: str, settings: MemorySettings) -> str:
+    return engine_family_of(settings.engine) if settings.engine else asked
+
+
+def _note(folder: Path, num_processes: int, cause: Mapping[str, Any], change: str) -> list[dict[str, Any]]:
+    """The steps down so far and this one, which the life that ended could not write itself."""
+    phase, rank, failure = cause.get("phase", "unknown"), cause.get("rank", 0), cause.get("failure", "")
+    lost_s = round(time.time() - float(cause.get("at_s", time.time())), 3)
+    log.warning("out of memory on rank %s in phase '%s' of the last life (%s): %s", rank, phase, failure, change)
+    seen = {name: cause[name] for name in ("requested_gib", "allocated_gib", "limit_gib", "memory") if name in cause}
+    step = {"phase": phase, "rank": rank, "failure": failure, **seen, "change": change, "way": "relaunch", "seconds": lost_s}
+    return [*steps_down_so_far(folder, num_processes), step]
+
+
+def _step_below(
+    settings: MemorySettings, ladder: Sequence[MemorySettings | Rung], folder: Path, num_processes: int, cause: Mapping[str, Any]
+) -> MemorySettings:
+    report = {"requested_gib": None, "allocated_gib": None, "limit_gib": None, "failure": "", **cause}
+    lower = next_settings(ladder, settings, seen_memory(report))
+    if lower is None:
+        raise EndOfLadderError(end_message(int(report.get("rank", 0)), report, steps_down_so_far(folder, num_processes)))
+    steps = _note(folder, num_processes, cause, describe_change(settings, lower))
+    write_ladder(folder, num_processes, ladder, steps, lower, host_relief=host_relief_so_far(folder, num_processes))
+    return lower
+
+
+def _relieve_host(
+    settings: MemorySettings,
+    asked: MemorySettings,
+    relief: int,
+    ladder: Sequence[MemorySettings | Rung],
+    folder: Path,
+    num_processes: int,
+    cause: Mapping[str, Any],
+) -> tuple[MemorySettings, int]:
+    """What takes less of the host: first no snapshots, then no loader workers, then less offload than a step down had brought."""
+    less = settings
+    if relief < len(_HOST_STEPS):
+        change = _HOST_STEPS[relief]
+    else:
+        less = _less_offload(settings, asked)
+        if less == settings:
+            raise EndOfLadderError(
+                f"the host's memory ran out on rank {cause.get('rank', 0)} with nothing left to lower: {cause.get('failure', '')}."
+                " What helps: more host memory (or a higher limit of the container), fewer --dataloader_num_workers, no offload."
+            )
+        change = describe_change(settings, less)
+    steps = _note(folder, num_processes, cause, change)
+    write_ladder(folder, num_processes, ladder, steps, less, host_relief=relief + 1)
+    return less, relief + 1
+
+
+_HOST_STEPS = ("no snapshots in host memory", "no loader workers")
+
+
+def _less_offload(settings: MemorySettings, asked: MemorySettings) -> MemorySettings:
+    """One kind of offload less; what the user asked for stays."""
+    if settings.param_offload != asked.param_offload:
+        return settings.replace(param_offload=asked.param_offload)
+    if settings.optimizer_offload > asked.optimizer_offload:
+        return settings.replace(optimizer_offload=asked.optimizer_offload)
+    return settings
