@@ -19,7 +19,8 @@ from harness.memory import Factors, MemoryEstimate, estimate_memory
 from harness.model_shape import EngineName, Measured, RunShape
 from harness.step_time import Hardware, StepTime, step_time
 
-Figure = Literal["high", "expected"]
+# "start": expected where a step that does not fit is redone in place, high where a miss costs a new start of all processes.
+Figure = Literal["high", "expected", "start"]
 
 # Engines whose states or weights can live on the host.
 OFFLOADING: tuple[EngineName, ...] = ("zero1", "zero2", "zero3", "fsdp")
@@ -68,8 +69,16 @@ class Candidate:
         ranks = 1 if self.engine == "device_map" else self.run.num_processes
         return ranks * self.run.samples_per_step * self.run.block_size / self.time.total_s
 
+    @property
+    def redone_in_place(self) -> bool:
+        """Forward and backward can be redone by the same processes; DeepSpeed's offload cannot."""
+        return not (self.engine.startswith("zero") and self.offload)
+
     def need_bytes(self, figure: Figure) -> int:
-        return self.estimate.high_bytes if figure == "high" else self.estimate.expected_bytes
+        estimate = self.estimate
+        if figure == "expected" or (figure == "start" and self.redone_in_place):
+            return max(estimate.expected_bytes, estimate.high_update_bytes if figure == "start" else 0)
+        return estimate.high_bytes
 
     def misfit(self, limits: Limits, figure: Figure = "high") -> str:
         """Why it cannot run; empty where it can."""
@@ -101,6 +110,7 @@ class EnginePlan:
         candidates: everything considered that the host can hold.
         ladder: Pareto front, fastest first.
         chosen: the fastest that fits; None where nothing does.
+        factors: this machine's corrections, in all estimates.
     """
 
     given: Candidate
@@ -109,6 +119,7 @@ class EnginePlan:
     chosen: Candidate | None
     limits: Limits
     figure: Figure
+    factors: Factors | None = None
 
     @property
     def smallest(self) -> Candidate:
@@ -232,4 +243,4 @@ def plan_engine(
     possible = [c for c in considered if limits.host_bytes is None or c.estimate.host_bytes <= limits.host_bytes]
     ladder = pareto(possible, figure)
     chosen = next((candidate for candidate in ladder if not candidate.misfit(limits, figure)), None)
-    return EnginePlan(asked, tuple(possible), tuple(ladder), chosen, limits, figure)
+    return EnginePlan(asked, tuple(possible), tuple(ladder), chosen, limits, figure, factors)

@@ -77,6 +77,13 @@ class MemoryEstimate:
         return max(self.phases, key=lambda phase: phase.total_bytes).name
 
     @property
+    def high_update_bytes(self) -> int:
+        """The high figure of the update alone, which cannot be redone."""
+        peak = max(phase.total_bytes for phase in self.phases)
+        update = max((phase.total_bytes for phase in self.phases if phase.name == "update"), default=0.0)
+        return int(self.high_bytes - (1 - update / peak) * self.allocated_bytes)
+
+    @property
     def parts(self) -> dict[str, float]:
         """What is on the card at the peak."""
         return max(self.phases, key=lambda phase: phase.total_bytes).parts
@@ -94,6 +101,14 @@ class Factors:
     allocated: float = 1.0
     reserved: float | None = None
     outside_bytes: int | None = None
+
+    def describe(self) -> str:
+        """For people; empty where nothing was learnt."""
+        if self == Factors():
+            return ""
+        outside = f", {self.outside_bytes / GIB:.2f} GiB outside the allocator" if self.outside_bytes is not None else ""
+        reserved = f", reserved x {self.reserved:.3f}" if self.reserved is not None else ""
+        return f"corrected by the dry runs on this machine: allocated x {self.allocated:.3f}{reserved}{outside}"
 
 
 def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape, factors: Factors | None = None) -> MemoryEstimate:

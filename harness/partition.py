@@ -36,6 +36,17 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def size_problem(text: str) -> str:
+    """Why a text is no size of memory; empty where it is one."""
+    if text.strip().lstrip("-").replace(".", "", 1).isdigit():
+        return f"{text} has no unit"
+    try:
+        size = parse_size(text)
+    except ValueError:
+        return f"{text!r} is not a size"
+    return "" if size > 0 else f"must be positive, not {text}"
+
+
 def format_gib(num_bytes: float) -> str:
     """Bytes as GiB for people, with enough digits for a test model's few kilobytes to show."""
     gib = num_bytes / GIB

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
+from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, known_card
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, UserError, format_findings, user_error
 from harness.ladder import MemorySettings
@@ -24,29 +25,9 @@ from harness.machine import Machine, detect_machine
 from harness.memory import machine_factors, measure
 from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOptions
 from harness.monitor import peak_flops
-from harness.partition import parse_size
+from harness.partition import parse_size, size_problem
 from harness.plan_report import format_comparison, format_estimate, format_job, format_ladder, settings_text, start_line
 from harness.step_time import Hardware
-
-# Name -> (memory as CUDA reports it, GiB; bandwidth, bytes/s; link inside a node per rank, bytes/s). Makers' data sheets; the link is
-# what NCCL's ring reaches: about two thirds of NVLink's one-way figure, or PCIe where there is no NVLink.
-CARDS: dict[str, tuple[float, float, float]] = {
-    "B200": (178.4, 8.0e12, 600e9),
-    "H200": (139.8, 4.8e12, 300e9),
-    "H100": (79.1, 3.35e12, 300e9),
-    "A100": (79.2, 2.0e12, 200e9),
-    "A100-40GB": (39.4, 1.55e12, 200e9),
-    "L40S": (44.4, 0.86e12, 20e9),
-    "A6000": (47.5, 0.77e12, 20e9),
-    "A10G": (22.0, 0.6e12, 12e9),
-    "L4": (22.0, 0.3e12, 12e9),
-    "RTX-4090": (23.5, 1.0e12, 20e9),
-    "RTX-3090": (23.6, 0.94e12, 12e9),
-    "V100": (31.7, 0.9e12, 100e9),
-    "T4": (14.6, 0.3e12, 8e9),
-}
-# A card's label counts 2^30 bytes to the GB, of which CUDA shows a little less: 79.1 of "80GB", 139.8 of "141GB".
-LABEL_SHARE = 0.985
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,7 +123,7 @@ def _problems(options: argparse.Namespace) -> list[tuple[str, str, str]]:
         found.append(("model_type", "and --model were both given", "keep one"))
     for name in ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth"):
         text = getattr(options, name)
-        if text is not None and (problem := _size_problem(text)):
+        if text is not None and (problem := size_problem(text)):
             found.append((name, problem, "write for example 80GB or 79.1GiB"))
     if options.gpu is not None and peak_flops(options.gpu) is None:
         found.append(("gpu", f"unknown card {options.gpu}", f"give one of {', '.join(CARDS)}, or --gpu_memory"))
@@ -152,24 +133,6 @@ def _problems(options: argparse.Namespace) -> list[tuple[str, str, str]]:
     if options.param_offload not in (None, "none") and options.engine in ("ddp", "device_map", "zero1", "zero2"):
         found.append(("param_offload", f"{options.engine} keeps whole weights on the card", "use --engine zero3 or fsdp"))
     return found
-
-
-def _size_problem(text: str) -> str:
-    if text.strip().replace(".", "", 1).isdigit():
-        return f"{text} has no unit"
-    try:
-        size = parse_size(text)
-    except ValueError:
-        return f"{text!r} is not a size"
-    return "" if size > 0 else f"must be positive, not {text}"
-
-
-def card_bytes(text: str) -> int:
-    """Memory of a card: GiB are exact, GB is what stands on the card."""
-    size = parse_size(text)
-    if text.strip().upper().endswith("IB"):
-        return size
-    return int(size / 1e9 * GIB * LABEL_SHARE)
 
 
 def _hardware(options: argparse.Namespace, machine: Machine) -> tuple[Hardware, int]:
@@ -183,19 +146,16 @@ def _hardware(options: argparse.Namespace, machine: Machine) -> tuple[Hardware, 
     if name is None and options.gpu_memory is None:
         raise user_error("--gpu_memory", "this machine has no GPU, and no card was named", "give --gpu_memory 80GB, or --gpu H100")
     if name is None:
-        size = card_bytes(options.gpu_memory) / GIB
-        name = min(CARDS, key=lambda card: (abs(CARDS[card][0] - size), card != "H100"))
-    words = set(name.upper().replace("-", " ").split())
-    known = [card for card in CARDS if set(card.upper().split("-")) <= words]
-    memory_gib, bandwidth, link = CARDS[max(known, key=len)] if known else (0.0, Hardware.memory_bandwidth, Hardware.link_bandwidth)
-    num_bytes = int(memory_gib * GIB)
+        name = card_of_size(card_bytes(options.gpu_memory))
+    card = known_card(name)
+    num_bytes = int(CARDS[card][0] * GIB) if card else 0
     if options.gpu_memory:
         num_bytes = card_bytes(options.gpu_memory)
     elif here:
         num_bytes = machine.min_gpu_memory_bytes
     if not num_bytes:
         raise user_error("--gpu_memory", f"the memory of a {name} is not known", "give --gpu_memory 80GB")
-    hardware = Hardware(name=name, peak_flops=peak_flops(name) or Hardware.peak_flops, memory_bandwidth=bandwidth, link_bandwidth=link)
+    hardware = hardware_of(name)
     if options.link_bandwidth:
         hardware = dataclasses.replace(hardware, link_bandwidth=float(parse_size(options.link_bandwidth)))
     if options.network_bandwidth:
@@ -358,7 +318,9 @@ def report(options: argparse.Namespace, measured: Measured, hardware: Hardware, 
     else:
         line, change = start_line(chosen, _model_flags(options))
         blocks.append("start it\n  " + line + (f"\n  in a copy of the template: {change}" if change else ""))
-    notes = [f"not measured, closed form instead: {failure}" for failure in measured.failures]
+    learnt = shown.factors.describe() if shown.factors is not None else ""
+    notes = [learnt] if learnt else []
+    notes += [f"not measured, closed form instead: {failure}" for failure in measured.failures]
     if options.attn_implementation in ("flash_attention_2", "flex_attention"):
         notes.append(f"{options.attn_implementation} is taken to keep what sdpa keeps without a mask")
     if options.use_liger_kernel:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from harness import planner
 from harness.candidates import Limits, micro_batches, pareto, plan_engine, variants
+from harness.cards import card_bytes
 from harness.findings import UserError
 from harness.ladder import MemorySettings
 from harness.machine import Gpu, Machine
@@ -114,7 +115,7 @@ def test_hyphens_are_underscores() -> None:
 
 @pytest.mark.parametrize(("text", "gib"), [("80GB", 78.8), ("80GiB", 80.0), ("141GB", 138.885), ("24 GB", 23.64)])
 def test_a_card_label_is_what_cuda_shows(text: str, gib: float) -> None:
-    assert planner.card_bytes(text) / GIB == pytest.approx(gib)
+    assert card_bytes(text) / GIB == pytest.approx(gib)
 
 
 def test_cards_of_this_machine_are_the_default() -> None:
