@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from harness.blocks import set_activation_checkpointing
 from harness.engines.device_map import fill_placed
 from harness.loss import install_loss
 from harness.model_units import MapJob
-from harness.modeling import EmptyModel, set_activation_checkpointing
+from harness.modeling import EmptyModel
 from harness.partition import Device, pipeline_speedup
 from harness.pipeline import Pipeline
 from harness.placement import USABLE_SHARE, MapChoice, Placing, choose_device_map, free_memory, meta_model, torch_device

@@ -27,7 +27,7 @@ from typing import Any
 from harness.findings import UserError, user_error
 
 # Changes with the meaning of the numbers below, so that older cached answers are not taken for new ones.
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 
 MAX_MEASURED_LAYERS = 14
 
@@ -328,7 +328,7 @@ def measure_layers(
     Returns:
         A `harness.model_shape.LayerMemory` as a dict.
     """
-    from harness.modeling import set_activation_checkpointing
+    from harness.blocks import set_activation_checkpointing
 
     set_activation_checkpointing(model, mode)
     model.train()

@@ -74,7 +74,7 @@ _NO_EFFECT: dict[str, str] = {
     "memory is looked after by the memory settings": "auto_find_batch_size torch_empty_cache_steps",
     "activation checkpointing is never reentrant": "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
     "the loss is always averaged over the tokens of all processes": "average_tokens_across_devices",
-    "layers are not compiled": "torchdynamo torch_compile torch_compile_backend torch_compile_mode",
+    "layers are compiled one by one, in the compiler's default mode": "torchdynamo torch_compile_mode",
     "all of Liger's fused layers that fit are used, or none": "liger_kernel_config",
     "nothing is uploaded": (
         "hub_model_id hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_model_id "

@@ -277,9 +277,9 @@ def closed_form_loss(shape: ModelShape, weights: Weights, chunk: int) -> LossMem
     if not chunk:
         extra = 0.0 if shape.plain_head else 4.0 * shape.vocab_size  # a soft cap keeps its own output and input
         return LossMemory((float(copies), 12.0 * shape.vocab_size + extra), flops, measured=False)
-    gradient = width * head if shape.head_trainable else 0
-    peak = max(12.0 * chunk * shape.vocab_size + gradient, 3.0 * gradient + copies)
-    return LossMemory((peak, float(width * shape.hidden_size)), flops * 4 / 3, measured=False)
+    gradient = 2 * head if shape.head_trainable else 0  # under autocast a float32 one follows it when the chunks are done
+    peak = max(12.0 * chunk * shape.vocab_size + gradient + copies, gradient + (width * head if copies and gradient else 0))
+    return LossMemory((peak, float(width * shape.hidden_size)), flops, measured=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import json
 import logging
@@ -472,49 +471,6 @@ def can_isolate(model: nn.Module) -> bool:
         return module is not None and "create_causal_mask" in inspect.getsource(module)
     except OSError:
         return False
-
-
-def _selective_contexts() -> Any:
-    """Keeps attention outputs and every second matrix product; everything else is computed again in backward."""
-    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-    aten = torch.ops.aten
-    attention = {
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-    }
-    products = {aten.mm.default, aten.addmm.default, aten.bmm.default}
-    count = {"forward": 0, "recompute": 0}
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operation in attention:
-            return CheckpointPolicy.MUST_SAVE
-        if operation in products:
-            phase = "recompute" if context.is_recompute else "forward"
-            count[phase] += 1
-            return CheckpointPolicy.MUST_SAVE if count[phase] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-def set_activation_checkpointing(model: Any, mode: str) -> None:
-    """Turns activation checkpointing "none", "selective" or "full" on the model's blocks.
-
-    Raises:
-        UserError: the architecture does not support it.
-    """
-    options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
-        options["context_fn"] = _selective_contexts
-    function = functools.partial(torch.utils.checkpoint.checkpoint, **options)
-    try:
-        model._set_gradient_checkpointing(enable=mode != "none", gradient_checkpointing_func=function)
-    except ValueError:
-        if mode != "none":
-            raise user_error("--activation_checkpointing", f"{type(model).__name__} does not support it", "use none") from None
 
 
 def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> bool:

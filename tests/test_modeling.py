@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from harness.args import ModelArguments
+from harness.blocks import set_activation_checkpointing
 from harness.findings import UserError
 from harness.loss import chunked_cross_entropy_sum, cross_entropy_sum, head_is_plain, install_loss, shifted_targets
 from harness.modeling import (
@@ -20,7 +21,6 @@ from harness.modeling import (
     layer_units,
     load_config,
     num_parameters,
-    set_activation_checkpointing,
 )
 
 CPU = torch.device("cpu")

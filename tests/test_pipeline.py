@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from harness.blocks import set_activation_checkpointing
 from harness.model_units import find_units
-from harness.modeling import set_activation_checkpointing
 from harness.pipeline import CpuCopies, Pipeline
 from harness.placement import meta_model
 

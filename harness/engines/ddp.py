@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.batches import MicroBatch, StepBatch
+from harness.blocks import Blocks, compile_backend
 from harness.engines import dcp
 from harness.engines.base import (
     Build,
@@ -28,7 +29,7 @@ from harness.engines.base import (
 )
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
-from harness.modeling import fill, num_parameters, set_activation_checkpointing
+from harness.modeling import fill, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.stored_state import StoredState
 
@@ -43,8 +44,9 @@ class DdpEngine:
         self.device = build.coordinator.device
         train = build.args.train
         self.module: Any = fill(build.empty_model, self.device, broadcast=self._broadcast)
-        install_loss(self.module, build.settings.loss_chunk_size)
-        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
@@ -176,7 +178,7 @@ class DdpEngine:
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing)
         self.settings = settings
         return True
 

@@ -13,13 +13,24 @@ from torch import Tensor, nn
 
 from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
+from harness.blocks import set_activation_checkpointing
 from harness.engines import dcp
-from harness.engines.base import Build, advance, clip_and_step, compute_dtype, load_schedule, place_schedule, scaled_step, trained
+from harness.engines.base import (
+    Build,
+    advance,
+    clip_and_step,
+    compute_dtype,
+    load_schedule,
+    place_schedule,
+    reporting,
+    scaled_step,
+    trained,
+)
 from harness.findings import UserError, has_errors
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.model_units import MapJob, check_device_map, device_of, find_units
-from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters, set_activation_checkpointing
+from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.partition import Device, format_gib
 from harness.pipeline import Pipeline
@@ -117,7 +128,7 @@ class DeviceMapEngine:
             torch.set_autocast_enabled(self.device.type, True)
             torch.set_autocast_dtype(self.device.type, self.dtype)
 
-    def _place(self, micro: MicroBatch) -> tuple[dict[str, Tensor], Tensor | None]:
+    def _place(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor | None]:
         """A micro-batch on its devices: tokens where the embedding is, labels where the head is."""
         start, end = torch_device(self.pipeline.input_device), torch_device(self.pipeline.head_device)
         inputs = {
@@ -125,7 +136,7 @@ class DeviceMapEngine:
             "position_ids": micro.position_ids.to(start, non_blocking=True),
             "labels": micro.labels.to(end, non_blocking=True),
         }
-        return inputs, None if micro.document_ids is None else micro.document_ids.to(start, non_blocking=True)
+        return inputs | reporting(micro), None if micro.document_ids is None else micro.document_ids.to(start, non_blocking=True)
 
     def install_votes(self, check: Callable[[], None]) -> None:
         """One process has nobody to agree with."""
@@ -135,7 +146,7 @@ class DeviceMapEngine:
         micros = batch.micro_batches(self.settings.micro_batch_size)
         sums: list[Tensor | None] = [None] * len(micros)
 
-        def loss_of(index: int, inputs: dict[str, Tensor], document_ids: Tensor | None) -> Callable[[], Tensor]:
+        def loss_of(index: int, inputs: dict[str, Any], document_ids: Tensor | None) -> Callable[[], Tensor]:
             def loss() -> Tensor:
                 self._compute_in_dtype()
                 with documents(document_ids):

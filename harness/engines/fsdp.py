@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from harness.batches import MicroBatch, StepBatch
+from harness.blocks import Blocks, compile_backend
 from harness.engines import dcp, fsdp_reset
 from harness.engines.base import (
     Build,
@@ -39,7 +40,7 @@ from harness.findings import user_error
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
-from harness.modeling import fill, layer_units, num_parameters, set_activation_checkpointing
+from harness.modeling import fill, layer_units, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.stored_state import StoredState
 
@@ -106,8 +107,9 @@ class FsdpEngine:
         self.options = self._options(build.precision)
         self.wrap = {name for name, _ in units_to_wrap(build.empty_model.model, template)}
         self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
-        install_loss(self.module, build.settings.loss_chunk_size)
-        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
@@ -224,7 +226,7 @@ class FsdpEngine:
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing)
         if "reshard_after_forward" in changed:
             self.module.set_reshard_after_forward(settings.reshard_after_forward)
         self.settings = settings

@@ -17,12 +17,13 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch import Tensor, nn
 
 from harness.batches import MicroBatch, StepBatch
+from harness.blocks import set_activation_checkpointing
 from harness.build_locks import clear_stale_build_locks
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
-from harness.modeling import fill, num_parameters, set_activation_checkpointing
+from harness.modeling import fill, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.stored_state import AVERAGES, Kind, StoredState, whole
 

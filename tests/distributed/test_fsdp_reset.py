@@ -25,7 +25,7 @@ def build(recompute: bool) -> Any:
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from harness.modeling import set_activation_checkpointing
+    from harness.blocks import set_activation_checkpointing
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -72,7 +72,7 @@ def _calls(
 
 
 def _losses(config: Any, device_map: dict[str, Any], depth: int, steps: int = 20, checkpointing: str = "none") -> list[float]:
-    from harness.modeling import set_activation_checkpointing
+    from harness.blocks import set_activation_checkpointing
     from harness.pipeline import Pipeline
 
     model = _model(config, device_map)
