@@ -7,7 +7,7 @@ A sample is already packed: it may hold several documents one after another. Wha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +58,7 @@ class MicroBatch:
         single_documents: every row is one document and then only padding. Plain causal attention then gives the right results
             for all real tokens too, because padding comes last.
         source_ids: (b,) int64, the number of each sample's source in a mixture; None without a mixture.
+        report: called with the micro-batch and the losses of its rows, (b,) on the device, by its forward; None: nobody wants to know.
     """
 
     input_ids: Tensor
@@ -67,6 +68,7 @@ class MicroBatch:
     num_label_tokens: int
     single_documents: bool
     source_ids: Tensor | None = None
+    report: Callable[[MicroBatch, Tensor], None] | None = None
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked memory, so that copies to a GPU need not be waited for."""
@@ -144,6 +146,7 @@ class StepBatch:
         source_ids: source of each sample in a mixture, else None.
         pin_memory: make page-locked micro-batches.
         num_fillers: zero-weight samples among the samples.
+        report: for its micro-batches.
     """
 
     samples: list[Sample]
@@ -154,6 +157,7 @@ class StepBatch:
     source_ids: list[int] | None = None
     pin_memory: bool = False
     num_fillers: int = 0
+    report: Callable[[MicroBatch, Tensor], None] | None = None
 
     @property
     def longest(self) -> int:
@@ -173,7 +177,9 @@ class StepBatch:
         for start in range(0, len(self.samples), micro_batch_size):
             part = slice(start, start + micro_batch_size)
             sources = None if self.source_ids is None else self.source_ids[part]
-            batches.append(collate(self.samples[part], self.pad_id, multiple_of, sources, self.pin_memory))
+            micro = collate(self.samples[part], self.pad_id, multiple_of, sources, self.pin_memory)
+            micro.report = self.report
+            batches.append(micro)
         return batches
 
 

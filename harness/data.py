@@ -190,11 +190,11 @@ def build_loader(
     )
 
 
-def dry_run_step(data: PreparedData, num_samples: int) -> StepBatch:
+def dry_run_step(data: PreparedData, num_samples: int, *, pin_memory: bool = False) -> StepBatch:
     """A step of the longest samples the data can produce, longest first: `num_samples` for this rank."""
     if isinstance(data.train, StreamDataset):
         return longest_possible_step(num_samples, data.block_size, pad_id=data.pad_id)
-    return longest_step(data.train, num_samples, pad_id=data.pad_id)
+    return longest_step(data.train, num_samples, pad_id=data.pad_id, pin_memory=pin_memory)
 
 
 def _own_rows(args: DataArguments, tokenizer: Any, rows: Any, max_positions: int | None, say: Say, is_local_main: bool) -> PreparedData:

@@ -12,6 +12,7 @@ import torch
 
 from harness.batches import MicroBatch
 from harness.coordination import Coordinator
+from harness.source_losses import SourceLosses
 
 log = logging.getLogger("harness")
 
@@ -25,6 +26,7 @@ class Evaluator:
         eval_loss: the engine's.
         every_steps: interval in optimizer steps; 0 never.
         on_result: called with (metrics) after each evaluation.
+        sources: of a mixture, whose losses are told one by one; None without.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class Evaluator:
         batch_size: int,
         every_steps: int,
         on_result: Callable[[dict[str, float], Any], None],
+        sources: SourceLosses | None = None,
     ) -> None:
         self.batches, self.eval_loss, self.coordinator = batches, eval_loss, coordinator
         self.batch_size, self.every_steps, self.on_result = batch_size, every_steps, on_result
+        self.sources = sources
         self.last_step = -1
         # Called before the ranks add up: stops where another one ran out of memory and will not come.
         self.check: Callable[[], None] = lambda: None
@@ -56,13 +60,18 @@ class Evaluator:
             self.run(state)
 
     def run(self, state: Any) -> dict[str, float]:
-        """Evaluates now, unless this step was evaluated already. Returns eval_loss (nats per token) and eval_perplexity."""
+        """Evaluates now, unless this step was evaluated already. Returns eval_loss (nats per token) and eval_perplexity.
+
+        Of a mixture also eval_loss/NAME for each source.
+        """
         if self.last_step == state.step:
             return dict(state.last_evaluation)
         started = time.monotonic()
         loss_sum: torch.Tensor | None = None
         num_tokens = 0
+        report = None if self.sources is None else self.sources.begin()
         for micro in self.batches(self.batch_size):
+            micro.report = report
             value = self.eval_loss(micro)
             loss_sum = value if loss_sum is None else loss_sum + value
             num_tokens += micro.num_label_tokens
@@ -75,6 +84,9 @@ class Evaluator:
             "eval_num_label_tokens": count,
             "eval_runtime_s": round(time.monotonic() - started, 3),
         }
+        if self.sources is not None:
+            self.sources.commit()
+            result |= {f"eval_loss/{name}": value for name, value in self.sources.read(self.coordinator).items()}
         self.last_step = state.step
         state.last_evaluation = result
         self.on_result(result, state)

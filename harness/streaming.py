@@ -178,6 +178,9 @@ class StreamDataset:
 
     def state(self, position: int) -> State:
         """What `restore` needs to go on at a position, in O(1)."""
+        last = self._windows[-1] if self._windows else None
+        if last is not None and position == last.start + last.num_samples:  # a run that ends here needs no further window
+            return {"number": last.number + 1, "epoch": last.epoch_after, "start": position, "source": last.after}
         window = self.window_at(position)
         return {"number": window.number, "epoch": window.epoch, "start": window.start, "source": window.before}
 
@@ -351,5 +354,6 @@ class StreamLoader:
         return self.dataset.state(next_step * self.global_batch_size)
 
     def load_state_dict(self, state: State) -> None:
-        """Goes on from what `state_dict` gave, on any number of ranks."""
-        self.dataset.restore(state)
+        """Goes on from what `state_dict` gave, on any number of ranks; with nothing, the place is found from the beginning."""
+        if state:
+            self.dataset.restore(state)

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from harness.engines.base import Engine
 from harness.evaluation import Evaluator
 from harness.metrics import MetricsLog, StepMetrics
 from harness.recovery import Recovery
+from harness.source_losses import SourceLosses
 
 log = logging.getLogger("harness")
 
@@ -102,10 +103,16 @@ class NotSavedError(RuntimeError):
 
 
 class StepWatch:
-    """Adds up what a row of the log needs, on the device, and reads it only when a row is due."""
+    """Adds up what a row of the log needs, on the device, and reads it only when a row is due.
 
-    def __init__(self, coordinator: Coordinator, flops_per_token: float, peak_flops: float | None) -> None:
-        self.coordinator = coordinator
+    Args:
+        sources: of a mixture, whose losses are logged one by one; None without.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, flops_per_token: float, peak_flops: float | None, sources: SourceLosses | None = None
+    ) -> None:
+        self.coordinator, self.sources = coordinator, sources
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
@@ -131,6 +138,8 @@ class StepWatch:
         self.num_steps += 1
         self.num_input_tokens += num_input_tokens
         self.num_label_tokens += num_label_tokens
+        if self.sources is not None:
+            self.sources.commit()
 
     def read(self) -> dict[str, Any]:
         """The interval's figures; waits for the device, and for the other ranks once."""
@@ -142,6 +151,7 @@ class StepWatch:
         total_loss = self.coordinator.sum([loss_sum], "loss of the log")[0]
         peak = self.coordinator.max([float(peak_bytes)], "peak memory")[0]
         rate = self.num_input_tokens / elapsed_s / self.coordinator.num_processes
+        by_source = {} if self.sources is None else self.sources.read(self.coordinator)
         return {
             "loss": total_loss / max(self.num_label_tokens, 1),
             "grad_norm": float(self.grad_norm),
@@ -150,7 +160,18 @@ class StepWatch:
             "mfu": round(rate * self.flops_per_token / self.peak_flops, 4) if self.peak_flops else None,
             "step_time_s": round(elapsed_s / self.num_steps, 6),
             "peak_memory_gib": round(peak / 2**30, 3) if peak else None,
+            "extra": {f"loss/{name}": loss for name, loss in by_source.items()},
         }
+
+
+class Loader(Protocol):
+    """What the loop needs of a loader: batches from any step on, and what a checkpoint must hold for that."""
+
+    def prefetching(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[StepBatch]: ...
+
+    def state_dict(self, next_step: int) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Trainer:
@@ -161,7 +182,7 @@ class Trainer:
         *,
         train: TrainArguments,
         engine: Engine,
-        batches: Callable[[int, int], Iterator[StepBatch]],
+        loader: Loader,
         plan: RunPlan,
         coordinator: Coordinator,
         recovery: Recovery,
@@ -176,10 +197,10 @@ class Trainer:
         """
         Args:
             first_update: called after updates with a learning rate above 0 until it returns True.
-            batches: (first step, number of steps) -> this rank's batches.
+            loader: this rank's batches.
             identity: facts of the run that checkpoints carry: engine, processes, data, batch.
         """
-        self.train_args, self.engine, self.make_batches, self.plan = train, engine, batches, plan
+        self.train_args, self.engine, self.loader, self.plan = train, engine, loader, plan
         self.coordinator, self.recovery, self.checkpointer, self.evaluator = coordinator, recovery, checkpointer, evaluator
         self.metrics, self.watch, self.identity = metrics, watch, identity
         self.state = state or TrainState()
@@ -191,7 +212,7 @@ class Trainer:
     def train(self) -> bool:
         """Trains to the end, or until all ranks agree to stop. Returns True when the run is finished."""
         remaining = self.plan.max_steps - self.state.step
-        batches = iter(self.make_batches(self.state.step, remaining)) if remaining > 0 else iter(())
+        batches = self.loader.prefetching(self.state.step, remaining) if remaining > 0 else iter(())
         self._skipped_before = self.engine.num_skipped_steps()
         if self.evaluator is not None and self.train_args.eval_on_start and self.state.step == 0:
             self.recovery.run("evaluate", self.evaluator.run, self.state)
@@ -199,7 +220,7 @@ class Trainer:
         while self.state.step < self.plan.max_steps and not self.stops_early():
             batch = next(batches)
             counts = self._global_counts(batch)
-            loss_sum = self.recovery.run("step", self.engine.forward_backward, batch, counts[1])
+            loss_sum = self.recovery.run("step", self._forward_backward, batch, counts[1])
             self.watch.learning_rate = self.engine.learning_rate()
             self.watch.grad_norm = self.recovery.run("update", self.engine.step)
             self._advance(batch, loss_sum, counts)
@@ -219,6 +240,11 @@ class Trainer:
             self.recovery.run("evaluate", self.evaluator.run, self.state)
         self.recovery.run("save", self._save_last)
         return True
+
+    def _forward_backward(self, batch: StepBatch, num_label_tokens: int) -> torch.Tensor:
+        if self.watch.sources is not None:
+            batch.report = self.watch.sources.begin()
+        return self.engine.forward_backward(batch, num_label_tokens)
 
     def _global_counts(self, batch: StepBatch) -> tuple[int, int]:
         """(input tokens, label tokens) of the step over all ranks."""
@@ -303,6 +329,10 @@ class Trainer:
         if (due or new_best) and step < self.plan.max_steps:
             self._save(wait=False)
 
+    def content(self) -> dict[str, Any]:
+        """What a checkpoint or snapshot holds beside engine and random states; JSON, the same on all ranks."""
+        return {"state": self.state.to_dict(), "run": self.identity, "data": self.loader.state_dict(self.state.step)}
+
     def check_saved(self) -> None:
         """For the end, when all else is done: a run without its last checkpoint has not done what was asked.
 
@@ -326,4 +356,4 @@ class Trainer:
     def _save(self, *, wait: bool) -> None:
         if self.train_args.load_best_model_at_end and self.state.best_step > 0:
             self.checkpointer.best = self.checkpointer.output_dir / f"checkpoint-{self.state.best_step}"
-        self._is_saved = self.checkpointer.save(self.state.step, {"state": self.state.to_dict(), "run": self.identity}, wait=wait)
+        self._is_saved = self.checkpointer.save(self.state.step, self.content(), wait=wait)

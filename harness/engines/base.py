@@ -6,6 +6,7 @@ An engine hides how parameters, gradients and optimizer state are spread over ra
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -136,7 +137,12 @@ def micro_batch_loss(call: Callable[..., Tensor], micro: MicroBatch, device: tor
         for tensor in (micro.document_ids, micro.input_ids, micro.position_ids, micro.labels)
     )
     with documents(ids):
-        return call(input_ids=tokens, position_ids=positions, labels=labels)
+        return call(input_ids=tokens, position_ids=positions, labels=labels, **reporting(micro))
+
+
+def reporting(micro: MicroBatch) -> dict[str, Callable[[Tensor], None]]:
+    """The argument by which the model's forward reports row losses, where somebody wants to know."""
+    return {} if micro.report is None else {"report": functools.partial(micro.report, micro)}
 
 
 def clip_and_step(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, max_norm: float, counter: Tensor) -> Tensor:
