@@ -159,6 +159,9 @@ class TrainArguments:
     oom_ladder: list[str] = _field(
         [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
     )
+    snapshot_steps: int = _field(
+        50, "Optimizer steps between copies of the state in host memory, where a new start after an out-of-memory goes on; 0: none."
+    )
     max_nan_steps: int = _field(20, "With nan_policy skip: stop after this many such steps in a row.")
 
     engine: str = _choice(

@@ -18,7 +18,7 @@ log = logging.getLogger("harness")
 _PAGE_BYTES = 4096
 
 
-def _register(slab: np.ndarray) -> bool:
+def register_memory(slab: np.ndarray) -> bool:
     """Page-locks a block of host memory for the GPU driver. False where that is not allowed (a limit on locked memory)."""
     portable = 1
     return int(torch.cuda.cudart().cudaHostRegister(slab.ctypes.data, slab.nbytes, portable)) == 0
@@ -86,7 +86,7 @@ class HostCopies:
         if slab is None or slab.nbytes < num_bytes:
             self._drop(key)
             slab = self.slabs[key] = np.empty(max(num_bytes, 1), dtype=np.uint8)
-            if _register(slab):
+            if register_memory(slab):
                 self.locked.add(key)
             else:
                 log.warning("%.2f GiB of host memory cannot be page-locked (see ulimit -l): saving stands still longer", num_bytes / 2**30)

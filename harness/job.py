@@ -28,8 +28,9 @@ from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.recovery import Recovery
 from harness.resume import config_facts, load_best, resume, template_facts
+from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
-from harness.starting_settings import Start, choose_start
+from harness.starting_settings import DryRunWatch, Start, choose_start, job_facts
 from harness.step_loader import StepLoader, eval_batches
 from harness.streaming import StreamLoader
 from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
@@ -121,13 +122,12 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
+        block_size = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
+        samples = loader.samples_per_rank
+        planned_for = job_facts(args, engine_name, coordinator, block_size=block_size, samples_per_rank=samples, precision=precision)
+        num_parameters = modeling.num_parameters(empty.model)
         start = choose_start(
-            args,
-            engine_name,
-            folder,
-            coordinator,
-            block_size=int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096,
-            num_parameters=modeling.num_parameters(empty.model),
+            args, engine_name, folder, coordinator, block_size=block_size, num_parameters=num_parameters, facts=planned_for
         )
         if start.host_relief >= 2:
             args.data.dataloader_num_workers = 0
@@ -151,12 +151,15 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     )
     facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
     trainer = _trainer(args, start, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
-    trainer.recovery.before_relaunch = checkpointer.finish
+    trainer.recovery.before_relaunch = trainer.keep_all
+    trainer.recovery.current_step = lambda: trainer.state.step
+    if start.ladder and start.host_relief == 0:
+        trainer.snapshots = Snapshots(engine, coordinator, args.train.snapshot_steps, f"{engine.name} on {coordinator.num_processes}")
     with phase("resume"):
         resume(args, trainer, checkpointer, coordinator)
     if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):
         materialise_optimizer(engine.module, engine.optimizer)
-    _dry_run(args, trainer, prepared, loader, coordinator)
+    _dry_run(args, start, trainer, prepared, loader, coordinator)
     watcher = _watch_gpus(args, coordinator, metrics, trainer)
     status = "failed"
     try:
@@ -325,15 +328,17 @@ def _recovery(start: Start, engine: Engine, coordinator: Coordinator, stop: Stop
     return Recovery(coordinator, stop, engine, start.ladder, folder=folder, on_event=metrics.event, host_relief=start.host_relief)
 
 
-def _dry_run(args: Arguments, trainer: Trainer, prepared: Any, loader: Any, coordinator: Coordinator) -> None:
+def _dry_run(args: Arguments, start: Start, trainer: Trainer, prepared: Any, loader: Any, coordinator: Coordinator) -> None:
     """Two micro-batches of the longest samples before step 1, with the optimizer's state in place: what does not fit shows now."""
     if args.train.no_oom_recovery:
         return
     engine = trainer.engine
     number = min(loader.samples_per_rank, 2 * engine.settings.micro_batch_size)
     batch = dry_run_step(prepared, number, pin_memory=coordinator.device.type == "cuda")
+    watch = DryRunWatch(start, trainer.recovery, coordinator)
     with phase("dry run"):
         trainer.recovery.dry_run(engine.forward_backward, batch, max(1, batch.num_label_tokens * coordinator.num_processes))
+    watch.done()
 
 
 def _watch_gpus(args: Arguments, coordinator: Coordinator, metrics: MetricsLog, trainer: Trainer) -> monitor.GpuMonitor | None:

@@ -84,6 +84,21 @@ def _container_limits() -> list[int]:
     return limits
 
 
+def free_host_bytes() -> int:
+    """Memory that a job on this host may still take: what the machine has free, or what is left of the container's limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        folder = Path("/sys/fs/cgroup")
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            limit, used = int((folder / limit_file).read_text()), int((folder / used_file).read_text())
+            statistics = (folder / used_file).with_name("memory.stat").read_text().split()
+            cached = dict(zip(statistics[::2], statistics[1::2], strict=False))
+            free = min(free, limit - used + int(cached.get("inactive_file", 0)))
+    return max(0, free)
+
+
 def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
     try:
         import pynvml

@@ -67,6 +67,7 @@ class Recovery:
         self.steps_down = steps_down_so_far(folder, coordinator.num_processes) if folder is not None and self.ladder else []
         self.may_relaunch = bool(self.ladder) and not coordinator.max([float(not guard_line.can_relaunch())], "guards")[0]
         self.before_relaunch: Callable[[], object] = lambda: None
+        self.current_step: Callable[[], int] = lambda: 0
         self.thrashing = _ThrashGuard(coordinator.device)
         self.seen: SeenMemory | None = None
         # What each phase that can be redone lowers; each returns what changed, or None where nothing is left.
@@ -101,7 +102,7 @@ class Recovery:
                 self._agree_to_stop()
             return done
         while True:
-            random_state = _random_state(self.coordinator.device)
+            random_state = self.random_state = _random_state(self.coordinator.device)
             result, failure = self._attempt(function, *args)
             if failure is None:
                 if phase == "step":
@@ -197,12 +198,13 @@ class Recovery:
                 change,
             )
         self.record(new)
+        _restore_random_state(self.random_state, self.coordinator.device)  # of before the step: it is part of what is kept
         self.before_relaunch()
         self.coordinator.wait_for_everyone("relaunch")
-        guard_line.relaunch({**self.report, "agreed": True, "at_s": time.time()})
+        guard_line.relaunch({**self.report, "agreed": True, "at_s": time.time(), "step": self.current_step()})
 
     def _relaunch_alone(self, phase: str, error: BaseException) -> NoReturn:
-        relaunch_alone(phase, error, self.coordinator)
+        relaunch_alone(phase, error, self.coordinator, self.current_step())
 
     def _free(self) -> None:
         self.engine.reset_step()
@@ -246,13 +248,13 @@ def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mappi
     )
 
 
-def relaunch_alone(phase: str, error: BaseException, coordinator: Coordinator) -> NoReturn:
+def relaunch_alone(phase: str, error: BaseException, coordinator: Coordinator, step: int = 0) -> NoReturn:
     """Ends this rank, which ran out of memory where the others cannot be asked; its guard has all ranks started again."""
     report = memory_report(coordinator.device, str(error).splitlines()[0] if str(error) else type(error).__name__)
     if coordinator.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError) and "CPU" in f"{error} {type(error)}":
         report["memory"] = "host"
     log.warning("out of memory in phase '%s' (%s): starting all ranks again", phase, report["failure"], extra={"all_ranks": True})
-    guard_line.relaunch({"phase": phase, "agreed": False, "at_s": time.time(), **report})
+    guard_line.relaunch({"phase": phase, "agreed": False, "at_s": time.time(), "step": step, **report})
 
 
 class _ThrashGuard:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import hmac
 import json
+import os
 import secrets
 import selectors
 import socket
@@ -148,6 +149,16 @@ class Lines:
         return messages
 
 
+def _listen(address: str, backlog: int) -> socket.socket:
+    """A listener on a port that is not the job's own rendezvous: its launcher has chosen that one, but nobody holds it yet."""
+    taken = socket.create_server((address, 0), backlog=backlog)
+    if str(taken.getsockname()[1]) != os.environ.get("MASTER_PORT"):
+        return taken
+    other = socket.create_server((address, 0), backlog=backlog)  # while the first is held, so it is another port
+    taken.close()
+    return other
+
+
 class Hub:
     """The rules behind a socket, in the guard of rank 0; guards prove with a secret that they are of this job.
 
@@ -159,7 +170,7 @@ class Hub:
         self.rules = Rulings(num_ranks, wait_s=wait_s)
         self.selector = selector
         self.secret = secrets.token_hex(16)
-        self.listener = socket.create_server(("" if everywhere else "127.0.0.1", 0), backlog=num_ranks)
+        self.listener = _listen("" if everywhere else "127.0.0.1", num_ranks)
         self.listener.setblocking(False)
         self.port = int(self.listener.getsockname()[1])
         self.guards: dict[int, socket.socket] = {}

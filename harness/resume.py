@@ -17,6 +17,7 @@ from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
 from harness.findings import Finding, UserError, has_errors, user_error
 from harness.optim import parameter_groups
+from harness.snapshots import Snapshots
 from harness.stored_state import (
     DcpState,
     StoredState,
@@ -157,6 +158,8 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
     wanted = args.train.resume_from_checkpoint or "auto"
     if guard_line.attempt() > 0 and coordinator.broadcast(bool(checkpoint_files.list_checkpoints(checkpointer.output_dir))):
         wanted = "auto"  # what was asked for was the start of an earlier life
+    if trainer.snapshots is not None and guard_line.attempt() > 0 and _from_snapshot(trainer, trainer.snapshots, checkpointer, coordinator):
+        return True
     if Path(wanted).is_dir() and is_trainer_checkpoint(Path(wanted)):
         _from_trainer(Path(wanted), args, trainer, coordinator)
         found: Path | None = Path(wanted)
@@ -170,8 +173,31 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
         trainer.state = TrainState.from_dict(saved["state"])
         if saved["run"].get("data_fingerprint") == trainer.identity["data_fingerprint"]:
             trainer.loader.load_state_dict(saved.get("data", {}))
-    trainer.metrics.event("resume", step=trainer.state.step, path=str(found))
+    trainer.metrics.event("resume", step=trainer.state.step, path=str(found), lost_steps=_lost_steps(trainer))
     log.info("resuming at step %d of %d", trainer.state.step, trainer.plan.max_steps)
+    return True
+
+
+def _lost_steps(trainer: Trainer) -> int:
+    """Updates of the life before that are made again."""
+    cause = guard_line.cause()
+    return max(0, int(cause.get("step", 0)) - trainer.state.step) if cause else 0
+
+
+def _from_snapshot(trainer: Trainer, snapshots: Snapshots, checkpointer: Checkpointer, coordinator: Coordinator) -> bool:
+    """Goes on from host memory, where that is newer than what is on disk."""
+    step = snapshots.newest()
+    folders = checkpoint_files.list_checkpoints(checkpointer.output_dir)
+    complete = next((folder for folder in folders if (folder / checkpoint_files.COMPLETE).exists()), None)
+    complete = coordinator.broadcast(complete)
+    checkpointer.last_complete = complete
+    if step is None or (complete is not None and checkpoint_files.step_of(complete) > step):
+        return False
+    content = snapshots.load(step)
+    trainer.state = TrainState.from_dict(content["state"])
+    trainer.loader.load_state_dict(content["data"])
+    trainer.metrics.event("resume", step=step, path="snapshot in host memory", lost_steps=_lost_steps(trainer))
+    log.info("going on at step %d of %d from host memory; %d steps are made again", step, trainer.plan.max_steps, _lost_steps(trainer))
     return True
 
 

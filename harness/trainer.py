@@ -20,6 +20,7 @@ from harness.engines.base import Engine
 from harness.evaluation import Evaluator
 from harness.metrics import MetricsLog, StepMetrics
 from harness.recovery import Recovery
+from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
 
 log = logging.getLogger("harness")
@@ -205,6 +206,7 @@ class Trainer:
         self.metrics, self.watch, self.identity = metrics, watch, identity
         self.state = state or TrainState()
         self.first_update = first_update
+        self.snapshots: Snapshots | None = None
         self._skipped_before = 0
         self._bad_in_a_row = 0
         self._is_saved = True
@@ -231,6 +233,8 @@ class Trainer:
                 if self.evaluator is not None:
                     self.recovery.run("evaluate", self.evaluator.maybe_run, self.state)
                 self.recovery.run("save", self.maybe_save)
+                if self.snapshots is not None:
+                    self.recovery.run("snapshot", self.snapshots.maybe_take, self.state.step, self.content)
             if self.recovery.stop_agreed and self.state.step < self.plan.max_steps:
                 self._save(wait=True)
                 return False
@@ -332,6 +336,15 @@ class Trainer:
     def content(self) -> dict[str, Any]:
         """What a checkpoint or snapshot holds beside engine and random states; JSON, the same on all ranks."""
         return {"state": self.state.to_dict(), "run": self.identity, "data": self.loader.state_dict(self.state.step)}
+
+    def keep_all(self) -> None:
+        """Before all ranks start again in agreement: nothing of what was trained is lost, for they stand between two updates."""
+        self.checkpointer.finish()
+        if self.state.step == 0 or (
+            self.snapshots is not None and self.snapshots.every_steps and self.snapshots.take(self.state.step, self.content())
+        ):
+            return
+        self._save(wait=True)
 
     def check_saved(self) -> None:
         """For the end, when all else is done: a run without its last checkpoint has not done what was asked.

@@ -99,6 +99,12 @@ class Engine(Protocol):
     def load(self, directory: Path) -> None:
         """Reads what `save` wrote, on all ranks."""
 
+    def snapshot_state(self) -> Any:
+        """This rank's part of what `save` writes, as a tree of tensors and plain values, not copied; called on all ranks."""
+
+    def load_snapshot(self, state: Any) -> None:
+        """Takes over what an engine of the same layout gave; called on all ranks."""
+
     def adopt(self, source: StoredState, num_updates: int) -> list[str]:
         """Takes weights, and Adam's averages where both have them, that another engine, number of ranks or program wrote; on all ranks.
 

@@ -158,3 +158,28 @@ def adopt(module: nn.Module, optimizer: torch.optim.Optimizer, source: StoredSta
         for kind in AVERAGES:
             _fill(optimizer.state[parameter][kind], source.get(name, kind))
     return []
+
+
+def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> dict[str, Any]:
+    """This rank's tensors and plain values of weights and optimizer, shards as plain tensors; not copies."""
+    state = _state(module, optimizer)
+    parts = {part: {name: _local(value) for name, value in values.items()} for part, values in state.items()}
+    return {**parts, "extra": extra}
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def load_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Takes over what `snapshot` gave in an engine of the same layout. Returns `extra`."""
+    state = _state(module, optimizer)
+    for part, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                _local(value).copy_(saved[part][name])
+            else:
+                values[name] = saved[part][name]
+    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return dict(saved["extra"])

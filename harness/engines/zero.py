@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,23 @@ class BackgroundCheckpointEngine(TorchCheckpointEngine):
 
         # The single thread runs this after the jobs before it.
         return self.threads.submit(wait)
+
+
+class FilesInMemory(TorchCheckpointEngine):
+    """DeepSpeed's checkpoint files as trees of tensors by name, instead of on a disk."""
+
+    def __init__(self, files: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.files = {} if files is None else files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[Path(path).name] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self.files[Path(path).name]
+
+    def commit(self, info: Any) -> bool:
+        return True
 
 
 class ZeroEngine:
@@ -263,6 +281,34 @@ class ZeroEngine:
         assert path is not None, f"DeepSpeed found nothing to load in {directory}"
         renew_rates(self.scheduler)
         self.num_bad_losses = int(client.get("num_bad_losses", 0))
+
+    @contextlib.contextmanager
+    def _with_files(self, files: FilesInMemory) -> Iterator[str]:
+        """DeepSpeed reads and writes these files inside; yields the name of the folder it believes to use."""
+        keeps = self.engine.save_non_zero_checkpoint
+        self.engine.checkpoint_engine, self.engine.save_non_zero_checkpoint = files, True  # every rank has all it needs of its own
+        try:
+            with tempfile.TemporaryDirectory(prefix="harness-snapshot-") as folder:
+                yield folder
+        finally:
+            self.engine.checkpoint_engine, self.engine.save_non_zero_checkpoint = self.writer, keeps
+
+    def snapshot_state(self) -> Any:
+        memory = FilesInMemory()
+        client = {"num_bad_losses": self.num_bad_losses}
+        with self._with_files(memory) as folder:
+            self.engine.save_checkpoint(
+                folder, tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=self.lora is not None
+            )
+        return memory.files
+
+    def load_snapshot(self, state: Any) -> None:
+        names = {name for files in self.coordinator.gather(list(state)) for name in files}
+        with self._with_files(FilesInMemory(state)) as folder:
+            (Path(folder) / _TAG).mkdir()
+            for name in names:  # DeepSpeed looks whether they are there before it reads this rank's
+                (Path(folder) / _TAG / name).touch()
+            self.load(Path(folder))
 
     @torch.no_grad()
     def adopt(self, source: StoredState, num_updates: int) -> list[str]:

@@ -38,18 +38,25 @@ def run(server: ForkServer, inputs: Path, output: Path, engine: str, injected: s
     return server.start(command, count, output.parent / "life", environment={"HARNESS_TEST_OOM": injected})
 
 
+def events(output: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == "event"]
+
+
 def steps_down(output: Path) -> list[dict[str, Any]]:
     return list(json.loads((output / "ladder.json").read_text())["steps_down"])
 
 
+SNAPSHOT_STEPS = 5
+# An update fails at step 7: the last checkpoint is of step 4, the last snapshot of step 5.
 CASES = {
-    # engine, what fails, ladder, phase of the report, change
-    "update of one process": ("single", "update:0:7", RECOMPUTE, "update", "activation_checkpointing none -> full"),
-    "update of ddp": ("ddp", "update:1:7", RECOMPUTE, "update", "activation_checkpointing none -> full"),
-    "save of fsdp": ("fsdp", "save:1:2", RECOMPUTE, "save", "activation_checkpointing none -> full"),
-    "start of fsdp": ("fsdp", "start:0:1", RECOMPUTE, "start or end", "activation_checkpointing none -> full"),
-    "forward of fsdp, to offload": ("fsdp", "forward:1:13", OFFLOAD, "step", "param_offload none -> cpu"),
-    "update of zero3": ("zero3", "update:0:7", RECOMPUTE, "update", "activation_checkpointing none -> full"),
+    # engine, what fails, ladder, phase of the report, change, updates that are made again
+    "update of one process": ("single", "update:0:7", RECOMPUTE, "update", "activation_checkpointing none -> full", 1),
+    "update of ddp": ("ddp", "update:1:7", RECOMPUTE, "update", "activation_checkpointing none -> full", 1),
+    "save of fsdp": ("fsdp", "save:1:2", RECOMPUTE, "save", "activation_checkpointing none -> full", 3),
+    "start of fsdp": ("fsdp", "start:0:1", RECOMPUTE, "start or end", "activation_checkpointing none -> full", 0),
+    "forward of fsdp, to offload": ("fsdp", "forward:1:13", OFFLOAD, "step", "param_offload none -> cpu", 0),
+    "update of zero3": ("zero3", "update:0:7", RECOMPUTE, "update", "activation_checkpointing none -> full", 1),
 }
 
 
@@ -57,15 +64,17 @@ CASES = {
 def test_all_ranks_start_again_and_the_run_is_the_same(
     name: str, server: ForkServer, inputs: Path, references: Any, tmp_path: Path
 ) -> None:
-    engine, injected, ladder, phase, change = CASES[name]
+    engine, injected, ladder, phase, change, lost_steps = CASES[name]
     output = tmp_path / "out"
-    life = run(server, inputs, output, engine, injected, *ladder)
+    life = run(server, inputs, output, engine, injected, *ladder, "--snapshot_steps", str(SNAPSHOT_STEPS))
     codes = life.wait(200)
     assert set(codes.values()) == {0}, life.output()
     assert jobs.differences(jobs.train_rows(output), references(engine), engine, inputs) == []
     (step,) = steps_down(output)
     assert (step["phase"], step["change"], step["way"]) == (phase, change, "relaunch")
     assert "starting all ranks again (life 2)" in life.output()
+    resumed = [row["lost_steps"] for row in events(output) if row["event"] == "resume"]
+    assert resumed == ([] if name.startswith("start") else [lost_steps])
     assert jobs.leftovers(output) == []
 
 
