@@ -163,9 +163,21 @@ def _configs(name: str) -> list[str]:
     import datasets
 
     try:
-        return list(datasets.get_dataset_config_names(name))
+        names = list(datasets.get_dataset_config_names(name))
     except Exception:  # whatever it is, the first error is the one to report
-        return []
+        names = []
+    # Without the hub, datasets loads what is in its cache, but does not list it.
+    return names if Path(name).is_dir() or names not in ([], ["default"]) else _cached_configs(name) or names
+
+
+def _cached_configs(name: str) -> list[str]:
+    """Configurations of a dataset of the hub that are in the cache of `datasets`, prepared."""
+    import datasets
+    from datasets.naming import camelcase_to_snakecase
+
+    *owner, last = name.split("/")
+    folder = Path(os.path.expanduser(str(datasets.config.HF_DATASETS_CACHE))) / "___".join([*owner, camelcase_to_snakecase(last)])
+    return sorted({path.parts[-4] for path in folder.glob("*/*/*/dataset_info.json")})
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -245,6 +246,37 @@ def test_a_dataset_by_name_with_configurations(tmp_path, monkeypatch):
         prepare(tmp_path, tokenizer, dataset_name=str(folder), dataset_config_name="green")
     with pytest.raises(UserError, match="--dataset_name: cannot load"):
         prepare(tmp_path, tokenizer, dataset_name=str(tmp_path / "nothing"))
+
+
+def test_a_dataset_of_the_hub_without_a_network(tmp_path, monkeypatch):
+    """What an earlier load left in the cache of `datasets` is found by name, and its configurations are listed."""
+    import datasets
+    import huggingface_hub
+
+    made = tmp_path / "set"
+    for config in ("red", "blue"):
+        (made / config).mkdir(parents=True)
+        for split, size in (("train", 4), ("validation", 2)):
+            corpus(made / config / f"{split}.jsonl", size, mark=f"{config} {split} ")
+    configs = [{"config_name": config, "data_dir": config} for config in ("red", "blue")]
+    (made / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': configs})}---\n")
+    for config in ("red", "blue"):
+        builder = datasets.load_dataset_builder(str(made), config, cache_dir=str(tmp_path / "made"))
+        builder.download_and_prepare()
+        shutil.copytree(builder.cache_dir, tmp_path / "hf" / "owner___set" / config / "0.0.0" / "abc")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    options = {"packing": "none", "block_size": 512}
+    data = prepare(tmp_path, dataset_name="owner/set", dataset_config_name="blue", **options)
+    assert [text[:12] for text in texts_of(data.train, byte_tokenizer())] == [f"blue train {i}" for i in range(4)]
+    assert [text[:17] for text in texts_of(data.evaluation, byte_tokenizer())] == [f"blue validation {i}" for i in range(2)]
+    with pytest.raises(UserError, match="has several configurations -> choose one of blue, red"):
+        prepare(tmp_path, dataset_name="owner/set", **options)
+    with pytest.raises(UserError, match="has no configuration green -> it has blue, red"):
+        prepare(tmp_path, dataset_name="owner/set", dataset_config_name="green", **options)
+    with pytest.raises(UserError, match=r"cannot load owner/other: Couldn't reach .* -> check the name, the network"):
+        prepare(tmp_path, dataset_name="owner/other", **options)
 
 
 def write_mix(tmp_path, text):
