@@ -174,6 +174,7 @@ class Hub:
         self.listener.setblocking(False)
         self.port = int(self.listener.getsockname()[1])
         self.guards: dict[int, socket.socket] = {}
+        self.last: Ruling | None = None
         self._closed: set[socket.socket] = set()
         selector.register(self.listener, selectors.EVENT_READ, self._accept)
 
@@ -203,6 +204,8 @@ class Hub:
             of_this_job = hmac.compare_digest(str(message.get("secret")), self.secret)
             if of_this_job and isinstance(told, int) and 0 <= told < self.rules.num_ranks and told not in self.guards:
                 self.guards[told] = connection
+                if self.last is not None:  # it comes late
+                    self._send(connection, self.last)
             else:
                 self._drop(connection)
             return
@@ -230,9 +233,14 @@ class Hub:
             return
         if ruling.kind == "relaunch":
             ruling = dataclasses.replace(ruling, port=free_port())
+        self.last = ruling
         for connection in list(self.guards.values()):
-            with contextlib.suppress(OSError):
-                send_line(connection, dataclasses.asdict(ruling))
+            self._send(connection, ruling)
+
+    @staticmethod
+    def _send(connection: socket.socket, ruling: Ruling) -> None:
+        with contextlib.suppress(OSError):  # its end is noticed when it is read from
+            send_line(connection, dataclasses.asdict(ruling))
 
     def linger(self, limit_s: float = 2.0) -> None:
         """After the last ruling: until the other guards have hung up, so that none finds the line dead before it has read it."""
