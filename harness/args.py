@@ -546,6 +546,11 @@ def resolve(args: Arguments) -> Arguments:
         bad("config_overrides", "is for training from scratch", "use it with --config_name or --model_type")
     if data.block_size is not None and data.block_size < 2:
         bad("block_size", f"must be at least 2, not {data.block_size}")
+    least = {"max_train_samples": 1, "max_eval_samples": 1, "preprocessing_num_workers": 1, "dataloader_num_workers": 0}
+    for name, number in least.items():
+        value = getattr(data, name)
+        if value is not None and value < number:
+            bad(name, f"must be at least {number}, not {value}")
     if not 0 <= data.validation_split_percentage < 100:
         bad("validation_split_percentage", f"must be at least 0 and below 100, not {data.validation_split_percentage}")
     if data.streaming and train.max_steps < 0:

@@ -108,6 +108,34 @@ def _is_trained(turn: dict[str, Any], role: str, number: int) -> bool:
     return role == "assistant" if weight is None else bool(weight) and role == "assistant"
 
 
+def check_tool_calls(conversation: Conversation, text: str) -> None:
+    """Refuses a text in which a tool call is missing: what would be trained on is to end the turn instead of calling.
+
+    Raises:
+        ChatError: the template leaves one out.
+    """
+    for number, message in enumerate(conversation.messages, 1):
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call) if isinstance(call, dict) else None
+            name = function.get("name") if isinstance(function, dict) else None
+            if not isinstance(name, str):
+                raise ChatError(f"turn {number} has a tool call without a function's name")
+            if name not in text:
+                raise ChatError(f"the chat template leaves out the call of {name} in turn {number}: use a template that knows tools")
+
+
+def syntax_problem(template: str) -> str | None:
+    """Why a text cannot be a template at all, or None."""
+    import jinja2
+
+    try:
+        # transformers' own marks of assistant text are no part of jinja2.
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template))
+    except jinja2.TemplateSyntaxError as error:
+        return f"{error.message} (line {error.lineno})"
+    return None
+
+
 def marks_generation(template: str) -> bool:
     """Whether a template marks assistant text itself."""
     return _GENERATION.search(template) is not None

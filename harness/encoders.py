@@ -175,7 +175,7 @@ def text_of(row: Row, column: str, problems: list[Finding], key: str) -> str | N
         return ""
     if not isinstance(value, str):
         problems.append(
-            Finding("error", key, f"{row.where}: {column!r} holds a {type(value).__name__}, not text", "convert the column to text")
+            Finding("error", key, f"{row.where}: {column!r} holds {type(value).__name__}, not text", "convert the column to text")
         )
         return None
     return value
@@ -301,6 +301,9 @@ class ChatEncoder:
             )
         if tokenizer.backend is None:
             raise user_error("--tokenizer_name", "loss masks of conversations need a fast tokenizer", "use the fast version of this one")
+        problem = chat_masks.syntax_problem(str(self.template))
+        if problem:
+            raise user_error("--chat_template", f"is no template: {problem}", "mend it, or give another with --chat_template FILE")
         added = {str(token) for token in tokenizer.tokenizer.added_tokens_decoder.values() if token.special}
         self.special = sorted(added | set(tokenizer.tokenizer.all_special_tokens), key=len, reverse=True)
 
@@ -345,6 +348,8 @@ class ChatEncoder:
         def render(messages: Sequence[dict[str, Any]], prompt: bool) -> str:
             return self._apply(messages, tools, add_generation_prompt=prompt, tokenize=False)
 
+        if any(message.get("tool_calls") for message in conversation.messages):
+            chat_masks.check_tool_calls(conversation, render(conversation.messages, False))
         if self.train_on_prompt:
             ids, _ = self.tokenizer.ids_and_offsets(render(conversation.messages, False))
             return [(ids, [1] * len(ids))]

@@ -27,6 +27,14 @@ DEFAULT_BLOCK_SIZE = 4096
 _PARALLEL_BYTES = 32 << 20
 """Less input than this is tokenised in one process: starting others would take longer."""
 SEGMENT_CHARS = 1 << 20
+_PACKING_WORDS = {
+    "num_cuts": "cuts through documents",
+    "num_truncated": "documents truncated",
+    "num_truncated_tokens": "tokens lost by truncation",
+    "num_dropped": "documents dropped because they are longer",
+    "num_dropped_tokens": "tokens lost with them",
+    "num_unlabelled": "parts dropped in which nothing is trained on",
+}
 _VALIDATION_NAMES = ("validation", "valid", "dev")
 
 Say = Callable[[str], None]
@@ -78,15 +86,7 @@ class DataReport:
         line = f"{name}: {self.num_samples:,} samples of up to {self.block_size:,} tokens ({how})"
         if packing != "none":
             line += f", {self.packing_efficiency:.1%} of their places filled"
-        words = {
-            "num_cuts": "cuts through documents",
-            "num_truncated": "documents truncated",
-            "num_truncated_tokens": "tokens lost by truncation",
-            "num_dropped": "documents dropped because they are longer",
-            "num_dropped_tokens": "tokens lost with them",
-            "num_unlabelled": "parts dropped in which nothing is trained on",
-        }
-        happened = ", ".join(f"{self.packing[key]:,} {text}" for key, text in words.items() if self.packing.get(key))
+        happened = ", ".join(f"{self.packing[key]:,} {text}" for key, text in _PACKING_WORDS.items() if self.packing.get(key))
         return f"{line}; {happened}" if happened else line
 
 
@@ -328,8 +328,11 @@ class Preparer:
 
     def _check(self, data: TokenizedDataset, name: str) -> None:
         if not len(data):
+            left_out = [f"{data.plan['counts'][key]:,} {text}" for key, text in _PACKING_WORDS.items() if data.plan["counts"].get(key)]
             raise user_error(
-                "--block_size", f"{name}: no sample is left: {data.plan['counts']}", "use --overlong split, or a larger --block_size"
+                "--block_size",
+                f"{name}: no sample is left: {', '.join(left_out) or 'nothing to train on'}",
+                "use --overlong split, or a larger --block_size",
             )
         if self.args.packing == "concat" and data.num_tokens < self.block_size and self.args.max_train_samples is None:
             raise user_error(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from harness import data as data_module
-from harness.args import DataArguments
+from harness.args import DataArguments, parse_args
 from harness.batches import IGNORE
 from harness.data import prepare_data
 from harness.findings import UserError
@@ -194,6 +194,18 @@ def test_bad_rows_can_be_left_out(tmp_path):
     data = prepare(tmp_path, train_file=[path], bad_rows="skip", packing="none")
     assert len(data.train) == 2
     assert data.report["train"].dropped == {"bad rows": 2}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("max_train_samples", 0), ("max_eval_samples", -1), ("preprocessing_num_workers", 0), ("dataloader_num_workers", -1)],
+)
+def test_numbers_that_mean_nothing_are_refused(flag, value):
+    least = 0 if flag == "dataloader_num_workers" else 1
+    with pytest.raises(UserError, match=f"--{flag}: must be at least {least}, not {value}"):
+        parse_args(
+            ["--model_type", "llama", "--tokenizer_name", "bytes", "--train_file", "a", "--output_dir", "o", f"--{flag}", str(value)]
+        )
 
 
 def test_default_block_size():

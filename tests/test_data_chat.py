@@ -236,6 +236,33 @@ def test_tools_reach_the_template():
     assert parts_of(encoded, tokenizer)[0][0] == ("<tools>clock</tools>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", 0)
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": {}}}]}
+
+
+def test_a_template_that_leaves_tool_calls_out_is_refused():
+    messages = [TWO_TURNS[0], CALL, {"role": "tool", "content": "12:00"}, {"role": "assistant", "content": "Noon"}]
+    encoded, _ = encode(CHATML, messages)
+    assert len(encoded.lengths) == 0
+    assert "leaves out the call of clock in turn 2" in encoded.problems[0].message
+    knows = CHATML.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}")
+    assert knows != CHATML
+    encoded, tokenizer = encode(knows, messages)
+    assert [text for text, mask in parts_of(encoded, tokenizer)[0] if mask] == ["[clock]<|im_end|>", "Noon<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{{ m.content", r"unexpected end of template.* \(line 1\)"),
+        ("{{ bos_token }}\n{% fur m in messages %}", r"unknown tag 'fur'.* \(line 2\)"),
+    ],
+)
+def test_a_template_that_is_none_is_one_message(template, reason):
+    tokenizer = byte_tokenizer(chat_template=template)
+    with pytest.raises(UserError, match=r"--chat_template: is no template: .*" + reason):
+        ChatEncoder(TextTokenizer(tokenizer), "messages", False)
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

@@ -228,7 +228,7 @@ def test_rows_that_have_no_text_are_named_together():
     encoded = encoder.encode([*rows, Row({"text": " "}, "a, line 5")])
     assert [finding.message for finding in encoded.problems] == [
         "a, line 2: no column 'text'; it has body",
-        "a, line 3: 'text' holds a int, not text",
+        "a, line 3: 'text' holds int, not text",
     ]
     assert dict(encoded.dropped) == {"empty rows": 2}
     assert encoded.lengths.tolist() == [3]
