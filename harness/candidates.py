@@ -77,7 +77,7 @@ class Candidate:
     def need_bytes(self, figure: Figure) -> int:
         estimate = self.estimate
         if figure == "expected" or (figure == "start" and self.redone_in_place):
-            return max(estimate.expected_bytes, estimate.high_update_bytes if figure == "start" else 0)
+            return max(estimate.expected_bytes, estimate.update_bytes if figure == "start" else 0)
         return estimate.high_bytes
 
     def misfit(self, limits: Limits, figure: Figure = "high") -> str:
@@ -85,9 +85,15 @@ class Candidate:
         need = self.need_bytes(figure)
         if need > limits.gpu_bytes:
             return f"needs {need / GIB:.1f} GiB of a card, which has {limits.gpu_bytes / GIB:.1f}"
-        if limits.host_bytes is not None and self.estimate.host_bytes > limits.host_bytes:
+        if not self.fits_host(limits):
+            assert limits.host_bytes is not None
             return f"needs {self.estimate.host_bytes / GIB:.0f} GiB of host memory, the node has {limits.host_bytes / GIB:.0f}"
         return ""
+
+    def fits_host(self, limits: Limits) -> bool:
+        """Whether the node can hold what lives in its memory. What every process needs by itself is a guess, and keeps nobody from it."""
+        hosted = self.offload or self.settings.activation_offload or self.run.snapshots
+        return not hosted or limits.host_bytes is None or self.estimate.host_bytes <= limits.host_bytes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -240,7 +246,7 @@ def plan_engine(
     """
     asked = evaluate(given, measured, run, hardware, factors)
     considered = [evaluate(s, measured, run, hardware, factors) for s in variants(measured, run, given, limits, pinned, offload)]
-    possible = [c for c in considered if limits.host_bytes is None or c.estimate.host_bytes <= limits.host_bytes]
+    possible = [c for c in considered if c.fits_host(limits)]
     ladder = pareto(possible, figure)
     chosen = next((candidate for candidate in ladder if not candidate.misfit(limits, figure)), None)
     return EnginePlan(asked, tuple(possible), tuple(ladder), chosen, limits, figure, factors)

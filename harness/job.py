@@ -318,6 +318,8 @@ def _trainer(
             every_steps=plan.eval_steps,
             on_result=trainer.note_evaluation,
             sources=SourceLosses(prepared.source_names) if args.data.dataset_mix else None,
+            dtype=torch.bfloat16 if args.train.bf16_full_eval else torch.float16 if args.train.fp16_full_eval else None,
+            half=torch.bfloat16 if facts["precision"] == "fp32" and not engine.name.startswith("zero") else None,
         )
         trainer.recovery.lower["evaluate"] = trainer.evaluator.lower
         trainer.evaluator.check = trainer.recovery.check

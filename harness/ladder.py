@@ -215,6 +215,17 @@ class Rung:
     step_time_s: float | None = None
     host_bytes: float | None = None
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Rung:
+        """Reads what `to_dict` wrote.
+
+        Raises:
+            TypeError: a key that is neither a setting nor an estimate.
+        """
+        names = ("need_bytes", "step_time_s", "host_bytes")
+        settings = MemorySettings.from_dict({name: value for name, value in values.items() if name not in names})
+        return cls(settings, **{name: values.get(name) for name in names})
+
     def to_dict(self) -> dict[str, Any]:
         """The settings' own names, and the estimates where there are any."""
         estimates = {"need_bytes": self.need_bytes, "step_time_s": self.step_time_s, "host_bytes": self.host_bytes}

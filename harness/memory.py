@@ -77,11 +77,12 @@ class MemoryEstimate:
         return max(self.phases, key=lambda phase: phase.total_bytes).name
 
     @property
-    def high_update_bytes(self) -> int:
-        """The high figure of the update alone, which cannot be redone."""
+    def update_bytes(self) -> int:
+        """What the update alone is likely to need at most. It cannot be redone; but by then CUDA and NCCL have taken what they take."""
         peak = max(phase.total_bytes for phase in self.phases)
         update = max((phase.total_bytes for phase in self.phases if phase.name == "update"), default=0.0)
-        return int(self.high_bytes - (1 - update / peak) * self.allocated_bytes)
+        _, expected, high = RESERVED_FACTOR
+        return int(self.expected_bytes + self.allocated_bytes * (update / peak * high - expected))
 
     @property
     def parts(self) -> dict[str, float]:

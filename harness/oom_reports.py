@@ -117,6 +117,25 @@ def last_good_settings(folder: Path, num_processes: int) -> MemorySettings | Non
         return None
 
 
+def last_settings(folder: Path, num_processes: int) -> MemorySettings | None:
+    """The settings of the life before this one, on as many processes."""
+    content = _content(folder)
+    try:
+        return MemorySettings.from_dict(content["now"]) if content["num_processes"] == num_processes else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def computed_ladder(folder: Path, num_processes: int) -> list[Rung]:
+    """The ladder with the estimates that the life before this one went by; empty where it had none."""
+    content = _content(folder)
+    try:
+        rungs = [Rung.from_dict(values) for values in content["ladder"]] if content["num_processes"] == num_processes else []
+    except (KeyError, TypeError, ValueError):
+        return []
+    return rungs if rungs and all(rung.need_bytes is not None for rung in rungs) else []
+
+
 def steps_down_so_far(folder: Path, num_processes: int) -> list[dict[str, Any]]:
     """The steps down of the lives before this one, oldest first."""
     content = _content(folder)

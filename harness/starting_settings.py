@@ -14,15 +14,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harness import guard_line
 from harness.args import Arguments
+from harness.cards import card_bytes
 from harness.coordination import Coordinator
 from harness.engines.build import initial_settings
 from harness.findings import UserError
 from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder
 from harness.machine import detect_machine
-from harness.oom_reports import EndOfLadderError, host_relief_so_far, last_good_settings, seen_memory, steps_down_so_far, write_ladder
-from harness.recovery import end_message
+from harness.memory import CONTEXT_BYTES
+from harness.oom_reports import (
+    EndOfLadderError,
+    computed_ladder,
+    host_relief_so_far,
+    last_good_settings,
+    last_settings,
+    seen_memory,
+    steps_down_so_far,
+    write_ladder,
+)
+from harness.partition import GIB
+from harness.recovery import Recovery, end_message
+from harness.run_plan import JobFacts, StartPlan, flags_of, learn, plan_start, usable_bytes, write_plan
 from harness.templates import load_deepspeed_template
 
 log = logging.getLogger("harness")
@@ -42,12 +57,14 @@ class Start:
         settings: in force from the start.
         ladder: what can be taken after an out-of-memory, fastest first; empty where recovery is off.
         host_relief: steps taken after the host's memory ran out: 1 no snapshots, 2 no loader workers either, 3 and up less offload.
+        plan: what the memory planner decided; None where it had nothing to say.
     """
 
     engine: str
     settings: MemorySettings
     ladder: tuple[MemorySettings | Rung, ...] = ()
     host_relief: int = 0
+    plan: StartPlan | None = None
 
 
 def engine_family_of(engine: str) -> str:
@@ -67,8 +84,13 @@ def sharding_steps(args: Arguments, engine: str, num_processes: int) -> list[dic
     return []
 
 
+def can_compile() -> bool:
+    """DeepSpeed builds its CPU Adam when it is first used."""
+    return bool(shutil.which("ninja") and (shutil.which("g++") or shutil.which("c++")))
+
+
 def offload_steps(
-    engine: str, stage: int, settings: MemorySettings, num_parameters: int, can_compile: bool | None = None
+    engine: str, stage: int, settings: MemorySettings, num_parameters: int, compiles: bool | None = None
 ) -> list[dict[str, Any]]:
     """What of a job's state can move to the host, in order; empty where the host has no room for it, or an op cannot be built.
 
@@ -84,9 +106,8 @@ def offload_steps(
         return [{"param_offload": "cpu"}]
     if engine != "zero":
         return []
-    can_compile = bool(shutil.which("ninja") and (shutil.which("g++") or shutil.which("c++"))) if can_compile is None else can_compile
     steps: list[dict[str, Any]] = []
-    if can_compile:  # DeepSpeed's CPU Adam
+    if can_compile() if compiles is None else compiles:  # DeepSpeed's CPU Adam
         steps.append({"optimizer_offload": 1.0})
         if stage == 3:
             steps.append({"param_offload": "cpu"})
@@ -115,7 +136,64 @@ def make_ladder(
     return default_ladder(settings, block_size=block_size, offloads=[*spread, *offloads])
 
 
-def choose_start(args: Arguments, engine: str, folder: Path, coordinator: Coordinator, *, block_size: int, num_parameters: int) -> Start:
+def job_facts(
+    args: Arguments, engine: str, coordinator: Coordinator, *, block_size: int, samples_per_rank: int, precision: str
+) -> JobFacts | None:
+    """What the planner must know of this job; called on all ranks. None where there is no card's memory to plan for.
+
+    With --gpu_memory torch is kept from taking more of a card; without a card, the plan is made as if there were one.
+    """
+    usable, name, asked = 0, "", args.train.gpu_memory
+    if coordinator.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(coordinator.device)
+        usable, name = usable_bytes(total, free, asked), torch.cuda.get_device_name(coordinator.device)
+        if asked and usable < total:
+            torch.cuda.set_per_process_memory_fraction(max(usable - CONTEXT_BYTES[1], GIB // 4) / total, coordinator.device)
+    elif asked:
+        usable = card_bytes(asked)
+    least = int(-coordinator.max([-float(usable)], "memory of the cards")[0])
+    if args.train.auto_memory == "off" or not least:
+        return None
+    return JobFacts(
+        engine=engine,
+        num_processes=coordinator.num_processes,
+        num_local_processes=coordinator.num_local_processes,
+        gpu_name=name,
+        gpu_bytes=least,
+        block_size=block_size,
+        samples_per_rank=samples_per_rank,
+        precision=precision,
+        host_bytes=detect_machine().host_memory_bytes if name else None,
+        may_relaunch=guard_line.can_relaunch(),
+    )
+
+
+def _planned(args: Arguments, asked: MemorySettings, engine: str, folder: Path, facts: JobFacts | None) -> StartPlan | None:
+    """What the planner says, in the log and in plan.json. A user's own ladder is not mixed with it."""
+    if facts is None or (args.train.oom_ladder and "auto_memory" not in args.typed):
+        return None
+    plan = plan_start(args, asked, facts, can_offload=engine != "zero" or can_compile())
+    if plan is None:
+        return None
+    for line in plan.lines:
+        log.log(logging.WARNING if plan.changed and line.startswith(("nothing", "changed")) else logging.INFO, "%s", line)
+    write_plan(folder, plan)
+    if args.train.auto_memory == "suggest":
+        log.info("suggested, not taken (--auto_memory on takes it): %s", flags_of(plan))
+        return None
+    return plan
+
+
+def choose_start(
+    args: Arguments,
+    engine: str,
+    folder: Path,
+    coordinator: Coordinator,
+    *,
+    block_size: int,
+    num_parameters: int,
+    facts: JobFacts | None = None,
+) -> Start:
     """Settings, ladder and engine of this life; called on all ranks, decided on the main process.
 
     Args:
@@ -123,6 +201,7 @@ def choose_start(args: Arguments, engine: str, folder: Path, coordinator: Coordi
         folder: the run's, with the `ladder.json` of its earlier lives.
         block_size: tokens of the longest sample.
         num_parameters: of the whole model.
+        facts: for the memory planner; None: it stays out of it.
 
     Raises:
         EndOfLadderError: the last life ran out of memory with the lowest settings there are.
@@ -132,7 +211,7 @@ def choose_start(args: Arguments, engine: str, folder: Path, coordinator: Coordi
     failure: Exception | None = None
     if coordinator.is_main_process:
         try:
-            start = _decide(args, engine, folder, coordinator.num_processes, block_size, num_parameters)
+            start = _decide(args, engine, folder, coordinator.num_processes, block_size, num_parameters, facts)
         except (UserError, EndOfLadderError) as error:
             failure = error
     start, failure = coordinator.broadcast((start, failure))
@@ -142,17 +221,29 @@ def choose_start(args: Arguments, engine: str, folder: Path, coordinator: Coordi
     return start
 
 
-def _decide(args: Arguments, engine: str, folder: Path, num_processes: int, block_size: int, num_parameters: int) -> Start:
+def _decide(
+    args: Arguments,
+    engine: str,
+    folder: Path,
+    num_processes: int,
+    block_size: int,
+    num_parameters: int,
+    facts: JobFacts | None = None,
+) -> Start:
     asked = initial_settings(args, engine)
-    if args.train.no_oom_recovery:
-        return Start(engine, asked)
     cause = guard_line.cause()
-    earlier = last_good_settings(folder, num_processes)
-    settings = asked
-    if earlier is not None and is_lower(earlier, asked):
+    # A life after an out-of-memory goes on with the estimates of the one before: a new plan might not know what has just failed.
+    computed: Sequence[Rung] = computed_ladder(folder, num_processes) if cause is not None else ()
+    plan = None if computed else _planned(args, asked, engine, folder, facts)
+    settings = asked if plan is None else plan.settings
+    if args.train.no_oom_recovery:
+        return Start(_engine_of(engine, settings), settings, plan=plan)
+    computed = computed if plan is None else plan.ladder
+    earlier = last_settings(folder, num_processes) if cause is not None and computed else last_good_settings(folder, num_processes)
+    if earlier is not None and (is_lower(earlier, settings) or any(rung.settings == earlier for rung in computed)):
+        if cause is None and earlier != settings:
+            log.info("starting at the settings that this run had come down to: %s", describe_change(settings, earlier))
         settings = earlier
-        if cause is None:
-            log.info("starting at the settings that this run had come down to: %s", describe_change(asked, earlier))
 
     def ladder_below(now: MemorySettings) -> list[MemorySettings]:
         return make_ladder(
@@ -160,7 +251,7 @@ def _decide(args: Arguments, engine: str, folder: Path, num_processes: int, bloc
         )
 
     # The user's own list counts from what was asked for, ours from what is in force.
-    ladder: Sequence[MemorySettings | Rung] = ladder_below(asked if args.train.oom_ladder else settings)
+    ladder: Sequence[MemorySettings | Rung] = computed or ladder_below(asked if args.train.oom_ladder else settings)
     relief = host_relief_so_far(folder, num_processes)
     if cause is not None and not cause.get("agreed"):
         if cause.get("memory") == "host":
@@ -169,7 +260,7 @@ def _decide(args: Arguments, engine: str, folder: Path, num_processes: int, bloc
             settings = _step_below(settings, ladder, folder, num_processes, cause)
     if ladder:
         write_ladder(folder, num_processes, ladder, steps_down_so_far(folder, num_processes), settings, host_relief=relief)
-    return Start(_engine_of(engine, settings), settings, tuple(ladder), relief)
+    return Start(_engine_of(engine, settings), settings, tuple(ladder), relief, plan)
 
 
 def _engine_of(asked: str, settings: MemorySettings) -> str:
@@ -234,3 +325,31 @@ def _less_offload(settings: MemorySettings, asked: MemorySettings) -> MemorySett
     if settings.optimizer_offload > asked.optimizer_offload:
         return settings.replace(optimizer_offload=asked.optimizer_offload)
     return settings
+
+
+class DryRunWatch:
+    """Compares what the dry run takes of a card with what was predicted for it; the planner's next estimates are corrected by it."""
+
+    def __init__(self, start: Start, recovery: Recovery, coordinator: Coordinator) -> None:
+        self.plan = start.plan if start.plan is not None and start.settings == start.plan.settings else None
+        self.recovery, self.coordinator = recovery, coordinator
+        self.on_card = coordinator.device.type == "cuda"
+        self.num_steps_down = len(recovery.steps_down)
+        if self.on_card:
+            torch.cuda.reset_peak_memory_stats(coordinator.device)
+
+    def done(self) -> None:
+        """After the dry run, on all ranks; the rank that needed the most counts."""
+        if not self.on_card:
+            return
+        device = self.coordinator.device
+        free, total = torch.cuda.mem_get_info(device)
+        seen = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), total - free]
+        allocated, reserved, used = (int(value) for value in self.coordinator.max([*map(float, seen)], "memory of the dry run"))
+        failed = self.recovery.steps_down[self.num_steps_down :]
+        if failed:  # what was predicted for the first attempt is compared with what it would have needed at least
+            report = failed[0]
+            needed = (report.get("allocated_gib") or 0.0) + (report.get("requested_gib") or 0.0)
+            allocated = reserved = used = int(needed * GIB)
+        if self.plan is not None and self.coordinator.is_main_process and allocated:
+            log.info("%s", learn(self.plan, torch.cuda.get_device_name(device), allocated, reserved, used))

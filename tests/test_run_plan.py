@@ -124,13 +124,13 @@ def test_a_miss_that_is_redone_in_place_is_risked_and_others_are_not() -> None:
     assert plan(job=facts(card_gib=middle), no_oom_recovery=True).settings != careful.settings
 
 
-@pytest.mark.parametrize(("update_gib", "need_gib"), [(50, 66), (58, 72), (60, 74)])
-def test_an_update_that_does_not_fit_is_not_risked(update_gib: int, need_gib: int) -> None:
-    """Of 60 GiB allocated the expected figure is 66 and the high one 74; 14 of those are the range's, whatever the update's share."""
+@pytest.mark.parametrize(("update_gib", "need_gib"), [(50, 66.0), (57, 66.0), (60, 69.0)])
+def test_an_update_that_does_not_fit_is_not_risked(update_gib: int, need_gib: float) -> None:
+    """Of 60 GiB allocated at the peak; the allocator may take 8 % more of an update, where 3 % are expected."""
     phases = (memory.Phase("backward", {"activations": 60.0 * GIB}), memory.Phase("update", {"update": 1.0 * update_gib * GIB}))
     estimate = memory.MemoryEstimate(phases, 60 * GIB, 62 * GIB, 66 * GIB, 74 * GIB, 0, 0, 0)
     candidate = dataclasses.replace(plan().candidate, estimate=estimate)
-    assert candidate.need_bytes("start") == need_gib * GIB
+    assert candidate.need_bytes("start") == pytest.approx(need_gib * GIB, abs=1)
     assert candidate.need_bytes("expected") == 66 * GIB
 
 
