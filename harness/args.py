@@ -120,6 +120,8 @@ class TrainArguments:
 
     per_device_train_batch_size: int = _field(8, "Samples per micro-batch and process.")
     per_device_eval_batch_size: int = _field(8, "Samples per evaluation batch and process.")
+    bf16_full_eval: bool = _field(False, "Evaluate in bf16, also during training.")
+    fp16_full_eval: bool = _field(False, "Evaluate in fp16, also during training.")
     gradient_accumulation_steps: int = _field(1, "Micro-batches per optimizer step.")
     target_batch_size: Optional[int] = _field(None, "Samples per optimizer step over all processes; sets the accumulation.")
     num_train_epochs: float = _field(3.0, "Passes over the training data.")
@@ -555,6 +557,8 @@ def resolve(args: Arguments) -> Arguments:
         bad("validation_split_percentage", f"must be at least 0 and below 100, not {data.validation_split_percentage}")
     if data.streaming and train.max_steps < 0:
         bad("max_steps", "is missing: nobody knows how many steps an epoch of a stream has", "give --max_steps with --streaming")
+    if train.bf16_full_eval and train.fp16_full_eval:
+        bad("bf16_full_eval", "and --fp16_full_eval were both given", "keep one")
     if train.deepspeed and train.fsdp:
         bad("deepspeed", "and --fsdp were both given", "keep one engine")
     problems += _early_stopping_problems(train, args.typed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -27,6 +28,8 @@ class Evaluator:
         every_steps: interval in optimizer steps; 0 never.
         on_result: called with (metrics) after each evaluation.
         sources: of a mixture, whose losses are told one by one; None without.
+        dtype: that evaluations compute in, where it is another than training's.
+        half: that they may change to when memory runs out; None where training computes in it already.
     """
 
     def __init__(
@@ -39,20 +42,32 @@ class Evaluator:
         every_steps: int,
         on_result: Callable[[dict[str, float], Any], None],
         sources: SourceLosses | None = None,
+        dtype: torch.dtype | None = None,
+        half: torch.dtype | None = None,
     ) -> None:
         self.batches, self.eval_loss, self.coordinator = batches, eval_loss, coordinator
         self.batch_size, self.every_steps, self.on_result = batch_size, every_steps, on_result
-        self.sources = sources
+        self.sources, self.dtype, self.half = sources, dtype, half
         self.last_step = -1
         # Called before the ranks add up: stops where another one ran out of memory and will not come.
         self.check: Callable[[], None] = lambda: None
 
     def lower(self) -> str | None:
-        """Halves the batch after an out-of-memory; what changed, or None where it is one sample already. Training is not touched."""
-        if self.batch_size == 1:
-            return None
-        old, self.batch_size = self.batch_size, self.batch_size // 2
-        return f"per_device_eval_batch_size {old} -> {self.batch_size}"
+        """Halves the batch after an out-of-memory, then computes in half precision; what changed, or None where nothing is left.
+
+        Training is not touched.
+        """
+        if self.batch_size > 1:
+            old, self.batch_size = self.batch_size, self.batch_size // 2
+            return f"per_device_eval_batch_size {old} -> {self.batch_size}"
+        if self.dtype is None and self.half is not None:
+            self.dtype = self.half
+            return f"evaluation in {str(self.half).removeprefix('torch.')}"
+        return None
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Products in half precision where that was asked for, or memory asks for it: the activations of a float32 run are halved."""
+        return contextlib.nullcontext() if self.dtype is None else torch.autocast(self.coordinator.device.type, self.dtype)
 
     def maybe_run(self, state: Any) -> None:
         """Evaluates when the state's step is a multiple of the interval."""
@@ -72,7 +87,8 @@ class Evaluator:
         report = None if self.sources is None else self.sources.begin()
         for micro in self.batches(self.batch_size):
             micro.report = report
-            value = self.eval_loss(micro)
+            with self._precision():
+                value = self.eval_loss(micro)
             loss_sum = value if loss_sum is None else loss_sum + value
             num_tokens += micro.num_label_tokens
         self.check()

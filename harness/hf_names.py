@@ -48,7 +48,7 @@ _NO_EFFECT: dict[str, str] = {
         "prediction_loss_only do_predict eval_accumulation_steps eval_do_concat_batches include_inputs_for_metrics include_for_metrics "
         "batch_eval_metrics eval_use_gather_object label_names ray_scope use_legacy_prediction_loop use_cache"
     ),
-    "evaluation runs in the training precision": "bf16_full_eval fp16_full_eval jit_mode_eval",
+    "evaluation runs as training does": "jit_mode_eval",
     "log lines come from the main process; --debug shows more": "log_level log_level_replica log_on_each_node",
     "a log line comes every --logging_steps": "logging_strategy",
     "trackers write below --output_dir": "logging_dir",

@@ -99,7 +99,8 @@ class DdpEngine:
             torch._foreach_div_(same, self.coordinator.num_processes)
 
     def _autocast(self) -> Any:
-        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+        # In float32 none, rather than a disabled one: that would undo an evaluation's own half precision.
+        return contextlib.nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         total = torch.zeros((), device=self.device)

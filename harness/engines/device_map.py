@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -185,7 +186,8 @@ class DeviceMapEngine:
         self.module.eval()
         try:
             inputs, document_ids = self._place(micro)
-            autocast = torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+            plain = self.dtype == torch.float32
+            autocast = contextlib.nullcontext() if plain else torch.autocast(self.device.type, self.dtype)
             with self.pipeline.whole_forward(), documents(document_ids), autocast:
                 return self.module(**inputs).to(self.device, non_blocking=True)
         finally:

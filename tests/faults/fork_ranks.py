@@ -108,6 +108,10 @@ def _run_clm(arguments: list[str]) -> int:
         from tests.distributed import oom_worker
 
         oom_worker.install(oom_worker.Injector(wanted))
+    if cells := os.environ.get("HARNESS_TEST_OOM_CELLS"):
+        from tests.faults import oom_matrix
+
+        oom_matrix.install(cells)
     sys.argv = ["run_clm.py", *arguments]
     return run_clm.main(arguments)
 
