@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == ROOT / "launch":
     sys.path[0] = str(ROOT)  # run by path: import from the clone, wherever it lies
 
-from launch import processes  # noqa: E402
-from launch.command import ALIASES, ENGINES, LaunchError, Options, Plan, make_plan, shell_line  # noqa: E402
+from launch import auto_engine, machine, processes  # noqa: E402
+from launch.command import ALIASES, ENGINES, LaunchError, Options, Plan, find_python, make_plan, script_value, shell_line  # noqa: E402
 
 EXIT_FILE = "exit.json"
 _FLAGS_WITHOUT_VALUE = {"dry_run", "help", "h"}
@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Starts a training run. Hyphens and underscores are the same.",
     )
     add = parser.add_argument
-    add("--engine", default="auto", choices=ENGINES, help="auto: one process: plain python; several: fsdp")
+    add("--engine", default="auto", choices=ENGINES, help="auto: one process: plain python; several: the fastest that fits; else fsdp")
     add("--num_processes", "--num_gpus", "--nproc", type=int, help="processes on this machine; default: one per visible GPU")
     add("--config_file", "--config", help="the launcher's config: accelerate's YAML for fsdp, DeepSpeed's JSON for zero1-3")
     add("--template", help="name of a file in ds_configs/ or fsdp_configs/, instead of --config_file")
@@ -150,11 +150,30 @@ def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes, told: byt
     return ended.code, f"the launcher ended with {ended.code}" if ended.code else ""
 
 
+def plan_auto(options: Options, script_args: list[str]) -> list[str]:
+    """With --engine auto on several GPUs of a machine: fills in and prints the memory planner's choice. Returns the script's arguments."""
+    given = any(script_value(script_args, name) is not None for name in ("deepspeed", "fsdp", "device_map"))
+    if options.engine != "auto" or options.script or options.config_file or options.template or options.num_nodes > 1 or given:
+        return script_args
+    on_cpu = script_value(script_args, "use_cpu") in ("", "true", "True", "1")
+    cards = [] if on_cpu else machine.visible_gpus(os.environ, machine.physical_gpus())
+    num_processes = options.num_processes or len(cards)
+    if num_processes < 2 or not (cards or script_value(script_args, "gpu_memory")):
+        return script_args
+    choice = auto_engine.choose(find_python(), script_args, num_processes, os.environ)
+    if choice is None:
+        return script_args
+    print(f"launch: {choice.note}", file=sys.stderr, flush=True)
+    options.engine, options.template = choice.engine, choice.template
+    return [*script_args, "--engine", "auto"] if choice.spread and script_value(script_args, "engine") is None else script_args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         options, script_args = read_options(argv)
+        script_args = plan_auto(options, script_args)
         plan = make_plan(options, script_args)
     except LaunchError as error:
         for line in str(error).splitlines():
