@@ -13,10 +13,10 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from harness.engine_memory import GIB
+from harness.engine_memory import GIB, offload_ratios
 from harness.ladder import MemorySettings
 from harness.memory import Factors, MemoryEstimate, estimate_memory
-from harness.model_shape import EngineName, Measured, RunShape
+from harness.model_shape import EngineName, Measured, ModelShape, RunShape
 from harness.step_time import Hardware, StepTime, step_time
 
 # "start": expected where a step that does not fit is redone in place, high where a miss costs a new start of all processes.
@@ -169,7 +169,7 @@ def variants(
     chunks = [given.loss_chunk_size]
     if "loss_chunk_size" not in pins and not given.loss_chunk_size and measured.shape.plain_head:
         chunks.append(1024)
-    for places in _places(run, given, limits, pins, offload):
+    for places in _places(measured.shape, run, given, limits, pins, offload):
         for buffers in _buffers(measured, run, given, pins):
             for size in sizes:
                 for mode in modes:
@@ -178,13 +178,16 @@ def variants(
                         yield given.replace(micro_batch_size=size, **changes)
 
 
-def _places(run: RunShape, given: MemorySettings, limits: Limits, pins: set[str], offload: bool | None) -> list[dict[str, Any]]:
+def _places(
+    shape: ModelShape, run: RunShape, given: MemorySettings, limits: Limits, pins: set[str], offload: bool | None
+) -> list[dict[str, Any]]:
     """Where states and weights may live."""
     nowhere: dict[str, Any] = {"optimizer_offload": 0.0, "param_offload": "none"}
     options: list[dict[str, Any]] = [nowhere]
     if run.engine in ("zero1", "zero2"):
         options.append({"optimizer_offload": 1.0, "param_offload": "none"})
     elif run.engine == "zero3":
+        options += [{"optimizer_offload": ratio, "param_offload": "none"} for ratio in offload_ratios(shape, run)]
         options += [{"optimizer_offload": 1.0, "param_offload": place} for place in ("none", "cpu")]
         if limits.nvme:
             options.append({"optimizer_offload": 1.0, "param_offload": "nvme"})

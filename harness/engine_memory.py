@@ -8,6 +8,7 @@ P are parameters, N the ranks that share one copy.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from harness.ladder import MemorySettings
 from harness.model_shape import ModelShape, RunShape
@@ -190,6 +191,31 @@ def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engin
     )
 
 
+def zero3_sub_groups(shape: ModelShape, run: RunShape) -> tuple[int, int]:
+    """(sub-groups of a rank's matrices, all its sub-groups): ZeRO-3 offloads whole ones; norms and biases have one of their own."""
+    matrices = math.ceil(shape.num_trainable / run.num_shards / run.zero.sub_group_size)
+    return matrices, matrices + (1 if shape.num_small else 0)
+
+
+def offload_ratios(shape: ModelShape, run: RunShape) -> list[float]:
+    """Values of DeepSpeed's `offload_optimizer.ratio` that leave about a quarter, a half and three quarters of a rank's states on its card.
+
+    DeepSpeed keeps the first int((1 - ratio) x sub-groups) whole ones there, so a shard of few sub-groups has no such values: its
+    matrices lie in one of them, and stay or go as a whole.
+    """
+    matrices, groups = zero3_sub_groups(shape, run)
+    if matrices < 4:
+        return []
+    return [round(1 - (matrices * quarters // 4 + 0.5) / groups, 4) for quarters in (3, 2, 1)]
+
+
+def offloaded_share(shape: ModelShape, run: RunShape, ratio: float) -> float:
+    """Share of a rank's optimizer states that a ratio really moves to the host."""
+    matrices, groups = zero3_sub_groups(shape, run)
+    on_card = min(int((1 - ratio) * groups), matrices)
+    return 1.0 - on_card / matrices
+
+
 def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """Everything sharded. How much stays gathered is DeepSpeed's choice within its limits.
 
@@ -207,7 +233,7 @@ def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engine
     turn = min(shape.num_parameters, reuse / 2 + shape.num_root + prefetch)
     running = min(shape.num_parameters, layer.num_parameters + prefetch)
     states = (4 + optimizer_bytes(run)) * trained / shards
-    share = settings.optimizer_offload
+    share = offloaded_share(shape, run, settings.optimizer_offload) if settings.optimizer_offload else 0.0
     offload_parameters = settings.param_offload != "none"
     persistent = w * shape.num_small if (zero.persistence_threshold or 0) >= shape.hidden_size else 0
     weights = w * shape.num_parameters / shards

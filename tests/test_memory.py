@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness import memory
-from harness.engine_memory import PROCESS_HOST_BYTES, engine_memory
+from harness.engine_memory import PROCESS_HOST_BYTES, engine_memory, offload_ratios, offloaded_share, zero3_sub_groups
 from harness.findings import UserError
 from harness.ladder import MemorySettings
 from harness.model_shape import (
@@ -332,8 +332,23 @@ def test_states_of_offload_go_to_the_host() -> None:
 
 
 def test_a_share_of_the_optimizer_on_the_host() -> None:
-    _, _, optimizer = states_of("zero3", 2, MemorySettings(1, optimizer_offload=0.25))
-    assert optimizer == 0.75 * 12 * P / 2
+    """DeepSpeed keeps whole sub-groups on the card: of 8 of matrices (and one of norms), with a ratio of 0.25 the first 6."""
+    run = {"zero": ZeroOptions(sub_group_size=400)}
+    assert zero3_sub_groups(SHAPE, RunShape("zero3", 2, 16, **run)) == (8, 9)  # type: ignore[arg-type]
+    _, _, optimizer = states_of("zero3", 2, MemorySettings(1, optimizer_offload=0.25), **run)
+    assert optimizer == pytest.approx(6 / 8 * 12 * P / 2)
+    _, _, all_of_it = states_of("zero3", 2, MemorySettings(1, optimizer_offload=0.5))
+    assert all_of_it == 12 * P / 2  # two sub-groups: the one of all matrices stays
+
+
+@pytest.mark.parametrize(("sub_group_size", "shares"), [(400, [0.25, 0.5, 0.75]), (500, [2 / 7, 4 / 7, 6 / 7]), (3000, []), (10**9, [])])
+def test_ratios_that_deepspeed_can_offload(sub_group_size: int, shares: list[float]) -> None:
+    run = RunShape("zero3", 2, 16, zero=ZeroOptions(sub_group_size=sub_group_size))
+    ratios = offload_ratios(SHAPE, run)
+    assert [offloaded_share(SHAPE, run, ratio) for ratio in ratios] == pytest.approx(shares)
+    matrices, groups = zero3_sub_groups(SHAPE, run)
+    for ratio, share in zip(ratios, shares, strict=True):
+        assert int((1 - ratio) * groups) == round((1 - share) * matrices)  # DeepSpeed's own line
 
 
 def test_frozen_weights_cost_two_bytes() -> None:
@@ -351,12 +366,12 @@ def test_frozen_weights_cost_two_bytes() -> None:
 
 def test_buffers_of_deepspeed_follow_their_settings() -> None:
     run = RunShape("zero2", 2, 16)
-    assert engine_memory(SHAPE, run, MemorySettings(1)).buffers == 2 * 2 * 10 * 10  # "auto" is hidden squared; two of them
+    assert engine_memory(SHAPE, run, MemorySettings(1)).buffers == 2 * 2 * 1000  # "auto" is one layer; two of them
     assert engine_memory(SHAPE, run, MemorySettings(1, reduce_bucket_size=500)).buffers == 2 * 2 * 500
     alone = dataclasses.replace(run, zero=ZeroOptions(overlap_comm=False))
-    assert engine_memory(SHAPE, alone, MemorySettings(1)).buffers == 2 * 10 * 10
+    assert engine_memory(SHAPE, alone, MemorySettings(1)).buffers == 2 * 1000
     live = [engine_memory(SHAPE, RunShape("zero3", 2, 16), MemorySettings(1, max_live_parameters=n)).loss_gather for n in (500, 10**9)]
-    assert live == [2 * (250 + 2010 + 90), 2 * P]
+    assert live == [2 * (250 + 2010 + 1000), 2 * P]
 
 
 def test_unknown_optimizer_is_refused() -> None:
