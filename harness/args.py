@@ -62,6 +62,7 @@ class ModelArguments:
     use_liger_kernel: Optional[bool] = _field(None, "Liger's fused layers; default: on CUDA where liger-kernel is installed.")
     torch_compile: Optional[bool] = _field(None, "Compile the model's layers, one by one; default: on CUDA where a compiler is there.")
     torch_compile_backend: Optional[str] = _field(None, "Backend of torch.compile; default: inductor.")
+    fp8: str = _choice("no", ["no", "tensorwise", "rowwise"], "FSDP2: matrix products in float8, with one scale a tensor or one a row.")
     no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile and float8 together.")
 
 
@@ -147,6 +148,7 @@ class TrainArguments:
     bf16: Optional[bool] = _field(None, "Same as --precision bf16.")
     fp16: Optional[bool] = _field(None, "Same as --precision fp16.")
     tf32: Optional[bool] = _field(None, "Allow TF32 in fp32 matrix products.")
+    reduce_dtype: str = _choice("fp32", ["fp32", "bf16"], "FSDP2: precision in which gradients are summed over processes.")
     activation_checkpointing: str = _choice("none", ["none", "selective", "full"], "Recompute activations in backward.")
     gradient_checkpointing: Optional[bool] = _field(None, "Same as --activation_checkpointing full.")
     loss_chunk_size: int = _field(1024, "Tokens whose logits exist at once in the loss; 0: all at once.")
@@ -161,6 +163,7 @@ class TrainArguments:
     oom_ladder: list[str] = _field(
         [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
     )
+    oom_snapshot: bool = _field(False, "Keep the history of GPU allocations and write it at an out-of-memory, for PyTorch's viewer.")
     snapshot_steps: int = _field(
         50, "Optimizer steps between copies of the state in host memory, where a new start after an out-of-memory goes on; 0: none."
     )
@@ -535,6 +538,8 @@ def resolve(args: Arguments) -> Arguments:
         bad("save_total_limit", f"must be at least 1, not {train.save_total_limit}")
     if train.gpu_memory is not None and (problem := size_problem(train.gpu_memory)):
         bad("gpu_memory", problem, "write for example 80GB or 20GiB")
+    if train.snapshot_steps < 0:
+        bad("snapshot_steps", f"must not be negative, but is {train.snapshot_steps}")
     if train.loss_chunk_size < 0:
         bad("loss_chunk_size", f"must not be negative, but is {train.loss_chunk_size}")
     if not train.output_dir:

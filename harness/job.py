@@ -16,6 +16,7 @@ import torch
 from harness import checkpoint_files, modeling, monitor, run_folder
 from harness.args import Arguments
 from harness.batches import MicroBatch
+from harness.blocks import compile_backend
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator, StopFlag, setup_logging
 from harness.data import build_loader, dry_run_step, prepare_data
@@ -26,7 +27,7 @@ from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
 from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
-from harness.recovery import Recovery
+from harness.recovery import Recovery, record_memory_history
 from harness.resume import config_facts, load_best, resume, template_facts
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
@@ -118,7 +119,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         empty = modeling.build_empty(
             args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
         )
-        if modeling.apply_kernels(empty.model, args.model, coordinator.device):
+        if not _compiles(args, engine_name, coordinator) and modeling.apply_kernels(empty.model, args.model, coordinator.device):
             log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
@@ -152,6 +153,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
     trainer = _trainer(args, start, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
     trainer.recovery.before_relaunch = trainer.keep_all
+    if args.train.oom_snapshot:
+        record_memory_history(folder, coordinator)
     trainer.recovery.current_step = lambda: trainer.state.step
     if start.ladder and start.host_relief == 0:
         trainer.snapshots = Snapshots(engine, coordinator, args.train.snapshot_steps, f"{engine.name} on {coordinator.num_processes}")
@@ -178,8 +181,14 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         metrics.close(status)
         engine.close()
     if coordinator.is_main_process:
+        _say_steps_down(trainer)
         _say_where(folder, finished)
     return finished
+
+
+def _compiles(args: Arguments, engine_name: str, coordinator: Coordinator) -> bool:
+    """True where layers are compiled: the compiler then fuses what Liger's layers fuse, unless those were asked for."""
+    return engine_name != "device_map" and not args.model.use_liger_kernel and compile_backend(args.model, coordinator.device) is not None
 
 
 def _seed(args: Arguments, coordinator: Coordinator, offset: int = 0) -> None:
@@ -422,6 +431,15 @@ def _export(
         card=card,
     )
     coordinator.wait_for_everyone("export")
+
+
+def _say_steps_down(trainer: Trainer) -> None:
+    """What the run had to give up for memory, one line each."""
+    steps = trainer.recovery.steps_down
+    if steps:
+        log.info("stepped down %d times; the next start begins there:", len(steps))
+    for step in steps:
+        log.info("  rank %s, %s: %s (%s, %.1f s)", step["rank"], step["phase"], step["change"], step["way"], step.get("seconds", 0.0))
 
 
 def _say_where(folder: Path, finished: bool) -> None:

@@ -503,6 +503,9 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if last.get(name) is not None:
             result[name] = last[name]
     result["num_nonfinite_rows"] = sum(_is_nonfinite(row.get("loss")) for row in train)
+    events = [row for row in rows if row.get("kind") == "event"]
+    result["num_steps_down"] = sum(row.get("event") == "oom" for row in events)
+    result["num_lost_steps"] = sum(row.get("lost_steps") or 0 for row in events if row.get("event") == "resume")
     result["num_events"] = sum(row.get("kind") == "event" for row in rows)
     times = [row["time_s"] for row in rows if _is_finite(row.get("time_s"))]
     if times:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -81,6 +82,10 @@ class Recovery:
         elif self.ladder and not self.may_relaunch:
             log.warning("an out-of-memory ends this run: steps with offload to host memory cannot be redone in process")
         self.record()
+        cause = guard_line.cause()
+        if self.steps_down and cause is not None and not cause.get("agreed"):  # the life that ended had no time to say it
+            last = self.steps_down[-1]
+            self.on_event("oom", **{name: last[name] for name in ("phase", "rank", "failure", "change", "way") if name in last})
 
     def run(self, phase: str, function: Callable[..., T], *args: Any) -> T:
         """Runs `function(*args)`; where it runs out of memory, lowers something and runs it again.
@@ -130,6 +135,7 @@ class Recovery:
             if not is_out_of_memory(error):
                 raise
             failure = str(error).splitlines()[0] or type(error).__name__
+            keep_memory_snapshot(self.coordinator)
         if not voted and self.vote(failure is not None) and failure is None:
             failure = ""  # the commit vote: another rank ran out of memory after this one's last collective
         return (None, failure) if failure is not None else (result, None)
@@ -253,8 +259,35 @@ def relaunch_alone(phase: str, error: BaseException, coordinator: Coordinator, s
     report = memory_report(coordinator.device, str(error).splitlines()[0] if str(error) else type(error).__name__)
     if coordinator.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError) and "CPU" in f"{error} {type(error)}":
         report["memory"] = "host"
+    keep_memory_snapshot(coordinator)
     log.warning("out of memory in phase '%s' (%s): starting all ranks again", phase, report["failure"], extra={"all_ranks": True})
     guard_line.relaunch({"phase": phase, "agreed": False, "at_s": time.time(), "step": step, **report})
+
+
+SNAPSHOT_VARIABLE = "HARNESS_OOM_SNAPSHOT"
+
+
+def record_memory_history(folder: Path, coordinator: Coordinator) -> None:
+    """From here on every out-of-memory leaves the allocator's history in `folder`, for https://pytorch.org/memory_viz."""
+    if coordinator.device.type != "cuda":
+        log.warning("--oom_snapshot: the history of allocations is kept for GPUs only")
+        return
+    os.environ[SNAPSHOT_VARIABLE] = str(folder)
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def keep_memory_snapshot(coordinator: Coordinator) -> None:
+    """Writes the allocator's history where it is recorded; the first one of a life, which is the one that matters."""
+    folder = os.environ.pop(SNAPSHOT_VARIABLE, None)
+    if folder is None:
+        return
+    path = Path(folder) / f"oom_snapshot_rank{coordinator.process_index}.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception as error:  # a full disk, or no memory for it: the run matters more
+        log.warning("%s was not written: %s", path, error, extra={"all_ranks": True})
+        return
+    log.info("history of allocations: %s", path, extra={"all_ranks": True})
 
 
 class _ThrashGuard:

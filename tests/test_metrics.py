@@ -271,7 +271,8 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
     first.log(StepMetrics(step=1, loss=4.0, tokens_per_second_per_gpu=10.0, peak_memory_gib=9.0))
     first.log({"step": 1, "eval_loss": 3.0}, kind="eval")
     second, lines = make_log(tmp_path)
-    second.event("resume", step=1)
+    second.event("oom", rank=1)
+    second.event("resume", step=1, lost_steps=4)
     second.log(StepMetrics(step=2, loss=math.nan, tokens_per_second_per_gpu=100.0, peak_memory_gib=8.0, num_skipped_steps=1))
     second.log(
         StepMetrics(step=3, loss=2.0, tokens_per_second_per_gpu=110.0, peak_memory_gib=8.5, num_input_tokens=96, num_skipped_steps=1)
@@ -293,7 +294,9 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
         "num_input_tokens": 96,
         "num_skipped_steps": 1,
         "num_nonfinite_rows": 1,
-        "num_events": 1,
+        "num_steps_down": 1,
+        "num_lost_steps": 4,
+        "num_events": 2,
     }
     assert lines[-1].startswith("summary | step: 3 | ")
     assert summarize([]) == {}
