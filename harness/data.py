@@ -140,6 +140,10 @@ def _stream(args: DataArguments, tokenizer: Any, max_positions: int | None, seed
     if problems:
         raise UserError(problems)
     preparer = Preparer(args, tokenizer, max_positions, say, is_local_main)
+    if args.dataloader_num_workers:
+        preparer.findings.append(
+            Finding("info", "--dataloader_num_workers", "a stream needs none: what comes next is tokenised in the background as it is")
+        )
     source, evaluation_source = sources_of(args)
     train = StreamDataset(preparer, source, args.streaming_buffer_size, seed, args.train_sampling_strategy == "random")
     evaluation, reports = None, {}

@@ -37,6 +37,8 @@ SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _ROWS_AT_ONCE = 512
 _SAVED_MARKS = ("dataset_info.json", "state.json")
+_PLAIN_ENCODINGS = {"utf-8", "ascii", "iso8859-1", "iso8859-15", "cp1252"}
+"""Those in which a newline's byte is a newline wherever it stands, so that a line can be found by its offset."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,20 @@ class Row:
     where: str
     continues: bool = False
     more: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A place in a file of lines.
+
+    Attributes:
+        offset: in bytes; a line begins there.
+        line, rows: lines and rows before it.
+    """
+
+    offset: int = 0
+    line: int = 0
+    rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +170,7 @@ class FileReader:
         segment_chars: texts longer than this come in parts, cut at the end of a line; None never cuts.
         skipped: what was left out and why, filled while reading: reason -> names.
         on_bytes: told how many more bytes of files were read.
+        place: near the last row that was read, not after it; None in files in which no place can be gone to.
     """
 
     key: str = "--train_file"
@@ -162,6 +179,7 @@ class FileReader:
     segment_chars: int | None = None
     skipped: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     on_bytes: Callable[[int], None] = lambda number: None
+    place: Place | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -169,27 +187,40 @@ class FileReader:
         except LookupError:
             raise user_error("--data_encoding", f"{self.encoding} is not an encoding Python knows", "for example utf-8, latin-1") from None
 
-    def rows(self, files: Sequence[SourceFile | Path]) -> Iterator[Row]:
+    def rows(self, files: Sequence[SourceFile | Path], skip: int = 0, near: Place | None = None) -> Iterator[Row]:
         """All rows, file by file.
+
+        Args:
+            skip: so many rows of the first file are left out; where the kind of file allows it they are not read.
+            near: a `place` before the first row that is wanted.
 
         Raises:
             UserError: a file that cannot be read as what its name says; an empty one that was named.
         """
         for file in files:
+            self.place = None
             if isinstance(file, Path):
-                yield from self._saved(file)
-                continue
-            yield from self._file(file)
-            self.on_bytes(file.path.stat().st_size)
+                yield from self._saved(file, skip)
+            else:
+                yield from self._file(file, skip, near or Place())
+                self.on_bytes(file.path.stat().st_size)
+            skip, near = 0, None
 
-    def _file(self, file: SourceFile) -> Iterator[Row]:
-        readers = {".csv": self._csv, ".tsv": self._csv, ".parquet": self._parquet, ".arrow": self._arrow, ".json": self._json}
+    def _file(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
+        readers: dict[str, Callable[[SourceFile, int, Place], Iterator[Row]]] = {
+            ".csv": self._csv,
+            ".tsv": self._csv,
+            ".parquet": self._parquet,
+            ".arrow": self._arrow,
+            ".json": self._json,
+        }
         read = readers.get(file.suffix) or (self._text if file.suffix in TEXT_SUFFIXES else self._jsonl)
-        rows = read(file)
+        rows = read(file, skip, near)
         try:
             first = next(rows, None)
             if first is None:
-                self._leave_out(file)
+                if not skip:
+                    self._leave_out(file)
                 return
             yield first
             yield from rows
@@ -227,13 +258,39 @@ class FileReader:
             encoding = "utf-8-sig"
         return io.TextIOWrapper(open_bytes(file.path), encoding=encoding, newline=newline)
 
-    def _text(self, file: SourceFile) -> Iterator[Row]:
-        with self._open_text(file) as stream:
-            if self.line_mode:
-                for number, line in enumerate(stream, 1):
+    def _lines(self, file: SourceFile, skip: int, near: Place) -> Iterator[tuple[str, str]]:
+        """(line that is not blank, where) without the first `skip` ones; goes to `near` at once where it can."""
+        encoding = codecs.lookup(self.encoding).name
+        if encoding not in _PLAIN_ENCODINGS or file.suffix == ".py" or file.path.suffix.lower() in _OPENERS:
+            with self._open_text(file) as stream:
+                lines = ((line.rstrip("\n"), f"{file.path}, line {number}") for number, line in enumerate(stream, 1) if line.strip())
+                yield from itertools.islice(lines, skip, None)
+            return
+        with open(file.path, "rb") as raw_lines:
+            raw_lines.seek(near.offset)
+            offset, number, rows = near.offset, near.line, near.rows
+            for raw in raw_lines:
+                self.place = Place(offset, number, rows)
+                text = raw.decode(encoding).removesuffix("\n").removesuffix("\r")
+                if offset == 0 and encoding == "utf-8":
+                    text = text.removeprefix("\ufeff")
+                for line in text.split("\r"):  # alone it ends a line, too
+                    number += 1
                     if line.strip():
-                        yield Row({"text": line.rstrip("\n")}, f"{file.path}, line {number}")
-                return
+                        rows += 1
+                        if rows > skip:
+                            yield line, f"{file.path}, line {number}"
+                offset += len(raw)
+
+    def _text(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
+        if self.line_mode:
+            for line, where in self._lines(file, skip, near):
+                yield Row({"text": line}, where)
+            return
+        yield from itertools.islice(self._document(file), skip, None)
+
+    def _document(self, file: SourceFile) -> Iterator[Row]:
+        with self._open_text(file) as stream:
             if self.segment_chars is None:
                 text = stream.read()
                 if text.strip():
@@ -248,31 +305,28 @@ class FileReader:
             if waiting is not None:
                 yield Row({"text": waiting}, str(file.path), continues)
 
-    def _jsonl(self, file: SourceFile) -> Iterator[Row]:
-        with self._open_text(file) as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    where = f"{file.path}, line {number}"
-                    yield Row(self._object(_parse_json(line, where, self.key), where), where)
+    def _jsonl(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
+        for line, where in self._lines(file, skip, near):
+            yield Row(self._object(_parse_json(line, where, self.key), where), where)
 
     def _object(self, value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise user_error(self.key, f"{where}: a JSON object is needed, not {type(value).__name__}", 'write rows like {"text": "..."}')
         return value
 
-    def _json(self, file: SourceFile) -> Iterator[Row]:
+    def _json(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file) as stream:
             start = stream.read(4096).lstrip()[:1]
         if start != "[":  # an object per line under another name, or one object that holds the rows
-            yield from self._json_object(file) if start == "{" else self._jsonl(file)
+            yield from self._json_object(file, skip, near) if start == "{" else self._jsonl(file, skip, near)
             return
         with self._open_text(file) as stream:
             values = _parse_json(stream.read(), str(file.path), self.key)
-        for number, value in enumerate(values, 1):
+        for number, value in enumerate(values[skip:], skip + 1):
             where = f"{file.path}, row {number}"
             yield Row(self._object(value, where), where)
 
-    def _json_object(self, file: SourceFile) -> Iterator[Row]:
+    def _json_object(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file) as stream:
             first_line = stream.readline()
             try:
@@ -282,22 +336,22 @@ class FileReader:
             else:
                 lines = bool(stream.readline().strip())
         if lines:
-            yield from self._jsonl(file)
+            yield from self._jsonl(file, skip, near)
             return
         with self._open_text(file) as stream:
             value = _parse_json(stream.read(), str(file.path), self.key)
         rows = value.get("data") if isinstance(value.get("data"), list) else [value]
-        for number, row in enumerate(rows, 1):
+        for number, row in enumerate(rows[skip:], skip + 1):
             where = f"{file.path}, row {number}"
             yield Row(self._object(row, where), where)
 
-    def _csv(self, file: SourceFile) -> Iterator[Row]:
+    def _csv(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file, newline="") as stream:
             reader = csv.DictReader(stream, delimiter="\t" if file.suffix == ".tsv" else ",", strict=True)
             try:
                 if not any(name.strip() for name in reader.fieldnames or ()):
                     return
-                for values in reader:
+                for values in itertools.islice(reader, skip, None):
                     where = f"{file.path}, line {reader.line_num}"
                     if None in values or None in values.values():
                         raise user_error(self.key, f"{where}: not as many fields as the header has", "quote fields that hold the delimiter")
@@ -305,25 +359,29 @@ class FileReader:
             except csv.Error as error:
                 raise user_error(self.key, f"{file.path}, line {reader.line_num + 1}: not valid CSV: {error}") from None
 
-    def _parquet(self, file: SourceFile) -> Iterator[Row]:
+    def _parquet(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         import pyarrow
         import pyarrow.parquet
 
         try:
             table = pyarrow.parquet.ParquetFile(file.path, memory_map=True)
-            number = itertools.count(1)
-            for batch in table.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for values in batch.to_pylist():
-                    yield Row(values, f"{file.path}, row {next(number)}")
+            group, begin = 0, 0
+            while group < table.num_row_groups and begin + table.metadata.row_group(group).num_rows <= skip:
+                begin += table.metadata.row_group(group).num_rows
+                group += 1
+            batches = table.iter_batches(batch_size=_ROWS_AT_ONCE, row_groups=range(group, table.num_row_groups))
+            values = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(itertools.islice(values, skip - begin, None), skip + 1):
+                yield Row(row, f"{file.path}, row {number}")
         except pyarrow.ArrowInvalid as error:
             raise user_error(self.key, f"{file.path} is not a parquet file: {error}") from None
 
-    def _arrow(self, file: SourceFile) -> Iterator[Row]:
+    def _arrow(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         import datasets
 
-        yield from dataset_rows(datasets.Dataset.from_file(str(file.path)), str(file.path))
+        yield from dataset_rows(datasets.Dataset.from_file(str(file.path)), str(file.path), skip)
 
-    def _saved(self, folder: Path) -> Iterator[Row]:
+    def _saved(self, folder: Path, skip: int) -> Iterator[Row]:
         import datasets
 
         data = datasets.load_from_disk(str(folder))
@@ -332,13 +390,16 @@ class FileReader:
             if split not in data:
                 raise user_error(self.key, f"{folder} has no split {split}, but {', '.join(data)}", "give one split's folder")
             data = data[split]
-        yield from dataset_rows(data, str(folder))
+        yield from dataset_rows(data, str(folder), skip)
 
 
-def dataset_rows(data: Any, name: str) -> Iterator[Row]:
-    """Rows of a `datasets.Dataset`."""
-    number = itertools.count(1)
-    for batch in data.with_format(None).iter(batch_size=_ROWS_AT_ONCE):
+def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:
+    """Rows of a `datasets.Dataset` after the first `skip`."""
+    number = itertools.count(skip + 1)
+    if skip >= len(data):
+        return
+    rest = data.with_format(None).select(range(skip, len(data))) if skip else data.with_format(None)
+    for batch in rest.iter(batch_size=_ROWS_AT_ONCE):
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
             yield Row(dict(zip(columns, values, strict=True)), f"{name}, row {next(number)}")

@@ -28,7 +28,7 @@ import numpy as np
 
 from harness import encoders, node_cache, token_store
 from harness.batches import Sample, StepBatch, make_step_batch
-from harness.data_sources import FileReader, Row
+from harness.data_sources import FileReader, Place, Row
 from harness.findings import UserError, user_error
 from harness.permutation import Permutation, combine_seeds
 from harness.preparation import SEGMENT_CHARS, Preparer
@@ -43,30 +43,35 @@ State = dict[str, Any]
 
 
 class FileRows:
-    """Rows of files from a place on. To find the place, rows of one file are read over, those of the files before it are not."""
+    """Rows of files from a place on.
+
+    Files before it are not read, nor what comes before it in its own file, if that is of lines or a table. Only in compressed files
+    and in .csv the rows before it are read over.
+    """
 
     def __init__(self, source: FileSource, segment_chars: int | None, state: State | None) -> None:
         self._source = source
         self._reader = FileReader(source.spec.key, source.spec.encoding, source.spec.line_mode, segment_chars, source.skipped)
         self._file: int = state["file"] if state else 0
-        self._rows = 0
-        self._iterator = self._read(state["rows"] if state else 0)
+        self._rows: int = state["rows"] if state else 0
+        near = state.get("near") if state else None
+        self._iterator = self._read(None if near is None else Place(*near))
 
-    def _read(self, skip: int) -> Iterator[Row]:
+    def _read(self, near: Place | None) -> Iterator[Row]:
         for number in range(self._file, len(self._source.files)):
-            self._file, self._rows = number, 0
-            for row in self._reader.rows([self._source.files[number]]):
+            self._file = number
+            for row in self._reader.rows([self._source.files[number]], self._rows, near):
                 self._rows += 1
-                if self._rows > skip:
-                    yield row
-            skip = 0
+                yield row
+            self._rows, near = 0, None
 
     def __iter__(self) -> Iterator[Row]:
         return self._iterator
 
     def state(self) -> State:
         """Where the next row is."""
-        return {"file": self._file, "rows": self._rows}
+        place = self._reader.place
+        return {"file": self._file, "rows": self._rows, "near": None if place is None else list(dataclasses.astuple(place))}
 
 
 class HubRows:

@@ -23,7 +23,7 @@ from harness import packing
 from harness.batches import IGNORE, Sample
 from harness.permutation import Permutation, mix64
 
-FORMAT = 1
+FORMAT = 2
 
 
 class TokenWriter:

@@ -121,7 +121,7 @@ def test_a_streamed_run_that_was_killed_goes_on_with_every_row_once(tmp_path: Pa
     assert seen == dict.fromkeys(range(60), 1)
     assert sorted(set(windows)) == [0, 2, 3, 4, 5, 6]  # sample 24 is in window 2; window 6, the next epoch's first, is read ahead
     state = json.loads((tmp_path / "out" / "checkpoint-15" / "trainer_state.json").read_text())["data"]
-    assert state == {"number": 6, "epoch": 0, "start": 60, "source": {"file": 0, "rows": 60}}
+    assert state == {"number": 6, "epoch": 0, "start": 60, "source": {"file": 0, "rows": 60, "near": [59 * 20, 59, 59]}}
 
 
 def test_the_losses_of_a_mixtures_sources_are_logged_and_add_up(tmp_path: Path) -> None:

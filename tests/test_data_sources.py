@@ -166,6 +166,57 @@ def test_every_wrong_name_is_reported_at_once(tmp_path):
     assert "y.docx is of an unknown kind" in lines[3]
 
 
+def twelve_rows(folder, kind):
+    """A file of twelve rows, some of them after a blank line or a lone carriage return."""
+    import datasets
+
+    rows = [{"text": f"row {number} é"} for number in range(12)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    path = folder / kind
+    if kind in ("a.jsonl", "a.json", "a.jsonl.gz"):
+        text = "\n\n".join(["\r\n".join(lines[:4]), "\r".join(lines[4:7]), "\n".join(lines[7:])]) + "\n"
+        content = b"\xef\xbb\xbf" + text.encode()
+        path.write_bytes(gzip.compress(content) if kind.endswith(".gz") else content)
+    elif kind == "a.txt":
+        path.write_text("\n\n".join(row["text"] for row in rows))
+    elif kind == "array.json":
+        path.write_text(json.dumps(rows))
+    elif kind == "a.csv":
+        path.write_text("text\n" + "\n".join(f'"{row["text"]}"' for row in rows))
+    elif kind == "a.parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path, batch_size=5)
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    return expand([str(path)], "--train_file")
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.json", "a.jsonl.gz", "a.txt", "array.json", "a.csv", "a.parquet", "saved"])
+def test_reading_goes_on_at_any_row(tmp_path, kind):
+    files = twelve_rows(tmp_path, kind)
+    reader = FileReader(line_mode=True)
+    rows, places = [], [None]
+    for row in reader.rows(files):
+        rows.append(row)
+        places.append(reader.place)
+    assert texts(rows) == [f"row {number} é" for number in range(12)]
+    assert (places[-1] is not None) == (kind in ("a.jsonl", "a.json", "a.txt"))
+    for skip in range(13):
+        assert list(FileReader(line_mode=True).rows(files, skip, places[skip])) == rows[skip:]
+        assert list(FileReader(line_mode=True).rows(files, skip)) == rows[skip:]
+
+
+def test_what_comes_before_a_place_is_not_read(tmp_path):
+    (file,) = twelve_rows(tmp_path, "a.jsonl")
+    reader = FileReader()
+    iterator = reader.rows([file])
+    for _ in range(10):
+        next(iterator)
+    data = bytearray(file.path.read_bytes())
+    data[: reader.place.offset] = b"\xff" * reader.place.offset
+    file.path.write_bytes(data)
+    assert texts(FileReader().rows([file], 10, reader.place)) == ["row 10 é", "row 11 é"]
+
+
 def test_an_unknown_encoding_is_refused():
     with pytest.raises(UserError, match="utf-9 is not an encoding Python knows"):
         FileReader(encoding="utf-9")
