@@ -2,15 +2,17 @@
 
     python benchmarks/recovery.py --output benchmarks/results/recovery.json [--num_gpus 2] [--only fsdp,ddp]
 
-For each engine a clean run and a run in which, before step 6, the last rank may use no more than weights, optimizer state and 85 % of what
-its steps needed on top of them so far. Then a micro-batch far too large, which the dry run before step 1 brings down. Reported:
-whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss from the clean run's. The learning rate
-is small, so that the differences of rounding that a GPU makes from run to run do not grow. Prints a table last.
+For each engine a clean run and runs in which, before step 6, the last rank may use no more than weights, optimizer state and a share of what
+its steps needed on top of them so far: 85 % (one step down will do), 30 % (a jump over several), and for zero3 half of weights and
+optimizer state (only offload helps: all ranks start again). Then a micro-batch far too large, which the dry run before step 1 brings
+down. Reported: whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss from the clean run's.
+The learning rate is small, so that the differences of rounding that a GPU makes from run to run do not grow. Prints a table last.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -24,20 +26,26 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 LIMIT_VARIABLE = "HARNESS_BENCHMARK_LIMIT_AT_STEP"
+SHARE_VARIABLE = "HARNESS_BENCHMARK_LIMIT_SHARE"
 STEPS = 12
-SHARE = 0.85  # of what a step needs on top of weights and optimizer state, once the memory is limited
 
 
 def worker() -> int:
     """`run_clm.py` whose last rank has its memory limited before one step, as another program on the card would do."""
     import torch
 
-    from harness import run_clm, trainer
+    from harness import guard, guard_line, run_clm, trainer
 
-    at = int(os.environ.get(LIMIT_VARIABLE, "0"))
+    if guard.needs_guard():
+        return guard.main()
+    at, share = int(os.environ.get(LIMIT_VARIABLE, "0")), float(os.environ.get(SHARE_VARIABLE, "1"))
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     original, read = trainer.Trainer._global_counts, trainer.StepWatch.read
     peaks = [0]
+    kept = Path(sys.argv[sys.argv.index("--output_dir") + 1]).with_suffix(".limit")
+    total = torch.cuda.get_device_properties(0).total_memory
+    if guard_line.attempt() and rank == size - 1 and kept.exists():  # the other program is still there
+        torch.cuda.set_per_process_memory_fraction(float(kept.read_text()) / total, int(os.environ["LOCAL_RANK"]))
 
     def reading(self: Any) -> dict[str, Any]:  # the log resets the allocator's peak after each row
         peaks[0] = max(peaks[0], torch.cuda.max_memory_allocated())
@@ -48,8 +56,9 @@ def worker() -> int:
             device = torch.cuda.current_device()
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_allocated(device), peaks[0]
-            limit = held + (peak - held) * SHARE
-            torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(device).total_memory, device)
+            limit = held + (peak - held) * share if share > 0 else held * -share
+            kept.write_text(str(limit))
+            torch.cuda.set_per_process_memory_fraction(limit / total, device)
             print(f"[benchmark] rank {rank} limited to {limit / 2**30:.2f} GiB (peak was {peak / 2**30:.2f})", flush=True)
         return original(self, batch)
 
@@ -59,7 +68,7 @@ def worker() -> int:
 
 
 def run(
-    name: str, engine: list[str], micro: int, limit_at: int, num_gpus: int, folder: Path, port: int, timeout_s: float
+    name: str, engine: list[str], micro: int, limit_at: int, share: float, num_gpus: int, folder: Path, port: int, timeout_s: float
 ) -> dict[str, Any]:
     from benchmarks.main_job import SHAPE_1B, arguments
 
@@ -79,7 +88,9 @@ def run(
         __file__,
         *tokens,
     ]
-    environment = dict(os.environ, OMP_NUM_THREADS="4", HARNESS_BENCHMARK_WORKER="1", **{LIMIT_VARIABLE: str(limit_at)})
+    environment = dict(
+        os.environ, OMP_NUM_THREADS="4", HARNESS_BENCHMARK_WORKER="1", **{LIMIT_VARIABLE: str(limit_at), SHARE_VARIABLE: str(share)}
+    )
     started = time.monotonic()
     with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
@@ -102,6 +113,8 @@ def run(
         "tokens_per_second_per_gpu": train[-1]["tokens_per_second_per_gpu"] if train else None,
         "peak_memory_gib": max((row.get("peak_memory_gib") or 0 for row in train), default=0),
         "steps_down": ladder["steps_down"],
+        "lost_steps": sum(row.get("lost_steps") or 0 for row in rows if row.get("event") == "resume"),
+        "between_rows_s": max((after["time_s"] - before["time_s"] for before, after in itertools.pairwise(train)), default=0.0),
     }
     if code != 0:
         result["tail"] = (folder / f"{name}.log").read_text(errors="replace")[-1500:]
@@ -125,16 +138,24 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     port = 29800
     for name in options.only.split(","):
-        cases = [(f"{name}-clean", 4, 0, []), (f"{name}-limited", 4, 6, [])]
+        cases: list[tuple[str, int, int, float, list[str]]] = [(f"{name}-clean", 4, 0, 1.0, []), (f"{name}-limited", 4, 6, 0.85, [])]
         if name == "fsdp":
-            cases += [("fsdp-no-votes", 4, 0, ["--no_oom_recovery"]), ("fsdp-too-large", 48, 0, [])]
-        for case, micro, limit_at, more in cases:
+            cases += [
+                ("fsdp-jump", 4, 6, 0.3, []),
+                ("fsdp-no-votes", 4, 0, 1.0, ["--no_oom_recovery"]),
+                ("fsdp-too-large", 48, 0, 1.0, ["--auto_memory", "off"]),
+            ]
+        if name == "zero3":
+            cases.append(("zero3-relaunch", 4, 6, -0.5, ["--oom_ladder", "optimizer_offload"]))
+        for case, micro, limit_at, share, more in cases:
             port += 1
-            results.append(run(case, [*engines[name], *more], micro, limit_at, num_gpus, folder, port, options.timeout_s))
+            results.append(run(case, [*engines[name], *more], micro, limit_at, share, num_gpus, folder, port, options.timeout_s))
             print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
             facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
-    print(f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {'lost s':>7s} {'loss diff':>10s}  ladder")
+    print(
+        f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
+    )
     clean = {row["name"].split("-")[0]: row["losses"] for row in results if row["name"].endswith("clean")}
     for row in results:
         pairs = [(row["losses"].get(step), loss) for step, loss in clean.get(row["name"].split("-")[0], {}).items()]
@@ -143,7 +164,8 @@ def main() -> int:
         changes = "; ".join(f"{step['phase']}@rank{step['rank']}: {step['change']}" for step in row["steps_down"])
         speed = row["tokens_per_second_per_gpu"] or 0
         print(
-            f"{row['name']:16s} {row['code']!s:>7s} {speed:10.1f} {row['peak_memory_gib']:6.1f} {lost:7.2f} {difference:10.2e}  {changes}"
+            f"{row['name']:16s} {row['code']!s:>7s} {speed:10.1f} {row['peak_memory_gib']:6.1f} {lost:7.2f}"
+            f" {row['between_rows_s']:7.1f} {row['lost_steps']:10d} {difference:10.2e}  {changes}"
         )
     return 0
 
