@@ -2,8 +2,8 @@
 
     python benchmarks/recovery.py --output benchmarks/results/recovery.json [--num_gpus 2] [--only fsdp,ddp]
 
-For each engine a clean run and runs in which, before step 6, the last rank may use no more than weights, optimizer state and a share of what
-its steps needed on top of them so far: 85 % (one step down will do), 30 % (a jump over several), and for zero3 half of weights and
+For each engine a clean run and runs in which, before step 6, the last rank may use no more than weights, optimizer state and a share of
+what its steps needed on top of them so far: 85 % (one step down will do), 30 % (a jump over several), and for zero3 half of weights and
 optimizer state (only offload helps: all ranks start again). Then a micro-batch far too large, which the dry run before step 1 brings
 down. Reported: whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss from the clean run's.
 The learning rate is small, so that the differences of rounding that a GPU makes from run to run do not grow. Prints a table last.
