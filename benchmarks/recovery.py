@@ -153,9 +153,8 @@ def main() -> int:
             print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
             facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
-    print(
-        f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
-    )
+    heads = f"{'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
+    print(f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {heads}")
     clean = {row["name"].split("-")[0]: row["losses"] for row in results if row["name"].endswith("clean")}
     for row in results:
         pairs = [(row["losses"].get(step), loss) for step, loss in clean.get(row["name"].split("-")[0], {}).items()]

@@ -36,12 +36,16 @@ STEP_PLACES = {
     "fsdp": ("forward", "recompute", "backward", "gather-buffer", "reduce-buffer"),
     "zero2": ("forward", "recompute", "backward", "reduce-buffer"),
     "zero3": ("forward", "recompute", "backward", "gather-buffer", "reduce-buffer"),
+    "zero2_offload": ("forward", "recompute", "backward", "reduce-buffer"),
+    "zero3_offload": ("forward", "recompute", "backward", "gather-buffer", "reduce-buffer"),
 }
 FLAGS = {
     "ddp": [],
     "fsdp": ["--fsdp", "full_shard"],
     "zero2": ["--deepspeed", str(DS / "zero2.json")],
     "zero3": ["--deepspeed", str(DS / "zero3.json")],
+    "zero2_offload": ["--deepspeed", str(DS / "zero2_offload.json")],
+    "zero3_offload": ["--deepspeed", str(DS / "zero3_offload.json")],
     # Nothing is left to lower but the sharding; each failure is a run of its own.
     "ddp to fsdp": ["--engine", "auto", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", str(MICRO_BATCH)],
 }
@@ -209,7 +213,6 @@ def arguments(inputs: Path, output: Path, engine: str, *more: str) -> list[str]:
     ladder = ["--oom_ladder", *(f"micro_batch={size}" for size in range(MICRO_BATCH - 1, 0, -1))] if engine in STEP_PLACES else []
     return [
         *(token for name, value in values.items() for token in (f"--{name}", str(value))),
-        "--oom_ladder",
         *ladder,
         *FLAGS[engine],
         *more,
