@@ -208,7 +208,7 @@ def _buffers(measured: Measured, run: RunShape, given: MemorySettings, pins: set
     names = {"reduce_bucket_size", "prefetch_bucket_size", "max_live_parameters"}
     if run.engine == "zero3" and not names & pins:
         layer = measured.shape.largest_layer
-        zero = run.zero.resolved(measured.shape.hidden_size)
+        zero = run.zero.resolved(measured.shape)
         small = {
             "reduce_bucket_size": min(zero.reduce_bucket_size or 0, max(layer.largest_tensor // 4, 1_000_000)),
             "prefetch_bucket_size": min(zero.prefetch_bucket_size or 0, max(layer.num_parameters // 4, 1_000_000)),

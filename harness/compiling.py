@@ -43,7 +43,8 @@ def _configure() -> None:
     # A hook on one layer only must not be lost because another layer's code is taken for it.
     dynamo.config.skip_nnmodule_hook_guards = False
     # A backward that does not compile shows in forward, where the way back is.
-    functorch.force_non_lazy_backward_lowering = True
+    if hasattr(functorch, "force_non_lazy_backward_lowering"):
+        functorch.force_non_lazy_backward_lowering = True
     # It warns of in-place operations wherever activations are kept selectively; transformers' layers have none.
     logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
 

@@ -172,7 +172,7 @@ def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engin
     The update makes a flat copy of the shard's gradients and a float32 one. Offloaded, all of that lives on the host.
     """
     shards, trained, w = run.num_processes, shape.num_trainable, width(run)
-    zero = run.zero.resolved(shape.hidden_size)
+    zero = run.zero.resolved(shape)
     bucket = settings.reduce_bucket_size or zero.reduce_bucket_size or 0
     states = (4 + optimizer_bytes(run)) * trained / shards
     offload = settings.optimizer_offload > 0
@@ -224,7 +224,7 @@ def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engine
     model, not through the head's own forward; what is outside the layers was then seen to stay gathered (1.2B Llama on two H200s).
     """
     shards, trained, w = run.num_processes, shape.num_trainable, width(run)
-    zero = run.zero.resolved(shape.hidden_size)
+    zero = run.zero.resolved(shape)
     bucket = settings.reduce_bucket_size or zero.reduce_bucket_size or 0
     prefetch = settings.prefetch_bucket_size or zero.prefetch_bucket_size or 0
     live_limit = settings.max_live_parameters or zero.max_live_parameters

@@ -287,8 +287,7 @@ class ZeroOptions:
     """Sizes of DeepSpeed's buffers, elements; the defaults are what "auto" becomes (None) and DeepSpeed's own.
 
     Attributes:
-        reduce_bucket_size: None is hidden_size squared.
-        prefetch_bucket_size: None is 0.9 x hidden_size squared.
+        reduce_bucket_size, prefetch_bucket_size: None is the largest layer, at least hidden_size squared.
         persistence_threshold: None is 10 x hidden_size.
         overlap_comm: stages 1 and 2 then keep two reduce buckets.
         pin_memory: of offloaded states.
@@ -303,13 +302,13 @@ class ZeroOptions:
     overlap_comm: bool = True
     pin_memory: bool = True
 
-    def resolved(self, hidden_size: int) -> ZeroOptions:
-        square = hidden_size * hidden_size
+    def resolved(self, shape: ModelShape) -> ZeroOptions:
+        layer = max(shape.largest_layer.num_parameters, shape.hidden_size**2)
         return dataclasses.replace(
             self,
-            reduce_bucket_size=square if self.reduce_bucket_size is None else self.reduce_bucket_size,
-            prefetch_bucket_size=int(0.9 * square) if self.prefetch_bucket_size is None else self.prefetch_bucket_size,
-            persistence_threshold=10 * hidden_size if self.persistence_threshold is None else self.persistence_threshold,
+            reduce_bucket_size=layer if self.reduce_bucket_size is None else self.reduce_bucket_size,
+            prefetch_bucket_size=layer if self.prefetch_bucket_size is None else self.prefetch_bucket_size,
+            persistence_threshold=10 * shape.hidden_size if self.persistence_threshold is None else self.persistence_threshold,
         )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +363,7 @@ def resolve_deepspeed_config(
     hidden_size: int | None,
     precision: str,
     largest_parameter: int | None = None,
+    largest_layer: int | None = None,
 ) -> tuple[dict[str, Any], list[Finding]]:
     """The DeepSpeed configuration of this run: every "auto" filled, every open key that the run decides added.
 
@@ -377,6 +378,7 @@ def resolve_deepspeed_config(
         hidden_size: the model's hidden size, for "auto" bucket sizes.
         precision: "bf16", "fp16", "fp32", or "auto" where not known yet.
         largest_parameter: elements of the model's largest parameter, for an "auto" offload_param.buffer_size.
+        largest_layer: elements of its largest layer, for "auto" bucket sizes.
 
     Returns:
         The configuration, and all findings of `apply_template_to_args` with those about precision and the schedule's length.
@@ -392,7 +394,7 @@ def resolve_deepspeed_config(
             set_value(config, link.path, link.value(train))
     findings += _fill_precision(config, precision)
     findings += _fill_schedule(config, train, total_steps)
-    _fill_zero(config, train, hidden_size, largest_parameter)
+    _fill_zero(config, train, hidden_size, largest_parameter, largest_layer)
     if "optimizer" not in config and train.optim not in TESTED_OPTIMIZERS:
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
@@ -462,19 +464,18 @@ def _fill_schedule(config: dict[str, Any], train: TrainArguments, total_steps: i
     return findings
 
 
-def _fill_zero(config: dict[str, Any], train: TrainArguments, hidden_size: int | None, largest_parameter: int | None) -> None:
+def _fill_zero(
+    config: dict[str, Any], train: TrainArguments, hidden_size: int | None, largest_parameter: int | None, largest_layer: int | None
+) -> None:
     zero = config.get("zero_optimization")
     if not isinstance(zero, dict):
         return
-    # transformers' choice for "auto", in elements: buckets of one square weight matrix; norms and biases are never partitioned.
-    sizes: dict[str, Callable[[int], int]] = {
-        "reduce_bucket_size": lambda hidden: hidden * hidden,
-        "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-        "stage3_param_persistence_threshold": lambda hidden: 10 * hidden,
-    }
-    for key, size in sizes.items():
-        if zero.get(key) == "auto" and hidden_size is not None:
-            zero[key] = size(hidden_size)
+    if hidden_size is not None:
+        # Buckets of one layer, so that the next layer comes, and the last one's gradients go, in one piece beside this one's work. (One
+        # square matrix, transformers' choice for "auto", is less than a feed-forward matrix.) Norms and biases are never partitioned.
+        layer = max(largest_layer or 0, hidden_size * hidden_size)
+        sizes = {"reduce_bucket_size": layer, "stage3_prefetch_bucket_size": layer, "stage3_param_persistence_threshold": 10 * hidden_size}
+        zero.update({key: size for key, size in sizes.items() if zero.get(key) == "auto"})
     for part in ("offload_optimizer", "offload_param"):
         if get_value(zero, f"{part}.nvme_path") == "auto":
             zero[part]["nvme_path"] = train.nvme_path or str(Path(train.output_dir or ".") / "nvme")

@@ -572,7 +572,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "8 heads cannot share 3 key-value heads"),
     ({"num_hidden_layers": -2}, "num_hidden_layers: must be a positive whole number, not -2"),
     ({"hidden_size": "256"}, "hidden_size"),
-    ({"model_type": "no_such_model"}, "no model config in"),
+    ({"model_type": "no_such_model"}, "--config_name: unknown architecture no_such_model"),
+    ({"model_type": "lama"}, "unknown architecture lama -> did you mean llama?"),
 ]
 
 

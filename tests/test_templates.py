@@ -319,9 +319,11 @@ def test_buckets_follow_the_hidden_size() -> None:
     assert config["zero_optimization"] == {
         "stage": 3,
         "reduce_bucket_size": 16777216,
-        "stage3_prefetch_bucket_size": 15099494,
+        "stage3_prefetch_bucket_size": 16777216,
         "stage3_param_persistence_threshold": 40960,
     }
+    config, _ = resolve({"zero_optimization": {"stage": 3, **zero}}, hidden_size=4096, largest_layer=218_112_000)
+    assert config["zero_optimization"]["reduce_bucket_size"] == config["zero_optimization"]["stage3_prefetch_bucket_size"] == 218_112_000
     config, findings = resolve({"zero_optimization": {"stage": 3, **zero}}, hidden_size=None)
     assert findings == [] and unresolved(config) == [f"zero_optimization.{key}" for key in zero]
 

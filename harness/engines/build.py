@@ -16,7 +16,7 @@ from harness.engines.base import Build, Engine, compute_dtype
 from harness.findings import UserError, has_errors, user_error
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora, attach_lora, check_after_build, stored_name
-from harness.modeling import EmptyModel
+from harness.modeling import EmptyModel, layer_units, num_parameters
 from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
 
 log = logging.getLogger("harness")
@@ -116,6 +116,7 @@ def _resolved_ds_config(
         hidden_size=int(getattr(text, "hidden_size", 0) or 0) or None,
         precision=precision,
         largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+        largest_layer=max((num_parameters(unit) for _, unit in layer_units(model)), default=None),
     )
     if has_errors(findings):
         raise UserError(findings)

@@ -9,6 +9,7 @@ rank, and the smaller micro-batch that was to save memory would cost it.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -37,6 +38,7 @@ from harness.engines.base import (
     trained,
 )
 from harness.findings import user_error
+from harness.float8 import check_float8, convert_to_float8
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -105,6 +107,9 @@ class FsdpEngine:
         self.mesh = build_mesh(template, self.coordinator.num_processes, self.coordinator.num_local_processes, self.device.type)
         self.offload = build.settings.param_offload != "none"
         self.options = self._options(build.precision)
+        self.fp8 = "no" if build.args.model.no_custom_kernels else build.args.model.fp8
+        if self.fp8 != "no":
+            check_float8(self.device)
         self.wrap = {name for name, _ in units_to_wrap(build.empty_model.model, template)}
         self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
@@ -116,10 +121,12 @@ class FsdpEngine:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
         self.skipped = torch.zeros((), device="cpu" if self.offload else self.device)
         self._assert_sharded()
+        self._gather_ahead()
 
     def _options(self, precision: str) -> dict[str, Any]:
         dtype = compute_dtype(precision)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if dtype != torch.float32 else MixedPrecisionPolicy()
+        reduce_dtype = torch.bfloat16 if self.build.args.train.reduce_dtype == "bf16" else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype) if dtype != torch.float32 else MixedPrecisionPolicy()
         offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if self.offload else OffloadPolicy()
         return {
             "mesh": self.mesh,
@@ -129,9 +136,21 @@ class FsdpEngine:
         }
 
     def _shard(self, name: str, module: nn.Module) -> None:
+        if self.fp8 != "no" and name != "":
+            convert_to_float8(module, self.fp8)
         if name in self.wrap or name == "":
             # Blocks inside blocks (a wrapped class within another) were sharded by their own call.
             fully_shard(module, **self.options)
+
+    def _gather_ahead(self) -> None:
+        """Each block's forward and backward start the gathering of the block after it, before computing anything.
+
+        Left to itself torch starts it when the next block is reached, which is late wherever the host is no faster than the GPU.
+        """
+        blocks = [module for module in self.module.modules() if isinstance(module, FSDPModule) and module is not self.module]
+        for here, after in itertools.pairwise(blocks):
+            here.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([here])
 
     def _assert_sharded(self) -> None:
         parameters = list(self.module.parameters())

@@ -16,15 +16,16 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from harness.batches import MicroBatch, StepBatch
-from harness.blocks import set_activation_checkpointing
+from harness.blocks import Blocks, compile_backend
 from harness.build_locks import clear_stale_build_locks
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
-from harness.modeling import fill, num_parameters
+from harness.modeling import fill, layer_units, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.stored_state import AVERAGES, Kind, StoredState, whole
 
@@ -84,7 +85,8 @@ class FilesInMemory(TorchCheckpointEngine):
         self.files[Path(path).name] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        return self.files[Path(path).name]
+        # DeepSpeed keeps what it gets where it can, and would train in the very memory that the next life may have to read.
+        return tree_map_only(Tensor, torch.clone, self.files[Path(path).name])
 
     def commit(self, info: Any) -> bool:
         return True
@@ -106,8 +108,10 @@ class ZeroEngine:
             # Adopts the process group that is already there; another one would not see the same ranks at the same time.
             deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", dist_init_required=False)
         self.module: Any = fill(build.empty_model, self.device, self._partition if self.stage == 3 else None, broadcast=self._broadcast)
-        install_loss(self.module, build.settings.loss_chunk_size)
-        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        whole_blocks = self._gather_whole_blocks()
+        self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device) if whole_blocks else None)
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
         optimizer = None if "optimizer" in ds_config else self._build_optimizer()
         scheduler = None
         if "scheduler" not in ds_config:
@@ -130,9 +134,30 @@ class ZeroEngine:
         self.num_bad_losses = 0
         self.bad_loss = False
         self.in_step = False
-        self.resettable = not any(key in ds_config["zero_optimization"] for key in ("offload_optimizer", "offload_param"))
+        zero = ds_config["zero_optimization"]
+        devices = {zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")}
+        self.resettable = devices <= {"none", "cpu"}  # gradients that were swapped out to a disk stay there
         self.engine.train()
         assert self.engine.zero_optimization_stage() == self.stage, f"ZeRO-{self.stage} was asked for, DeepSpeed runs another stage"
+
+    def _gather_whole_blocks(self) -> bool:
+        """Stage 3: the weights of a block come and go together, with hooks around the block instead of around each of its modules.
+
+        That is less for the host to do, and what compiling needs. Weights offloaded to the host or a disk come in small pieces instead.
+        False where weights still come and go inside blocks.
+        """
+        if self.stage < 3:
+            return True
+        if "offload_param" in self.ds_config["zero_optimization"]:
+            return False
+        deepspeed.utils.set_z3_leaf_modules(self.module, list({type(unit) for _, unit in layer_units(self.module)}))
+        head = self.module.get_output_embeddings()
+        if head is not None and not any(head is module for _, unit in layer_units(self.module) for module in unit.modules()):
+            # The loss uses the head's weight in the model's forward. Told only when that happens, DeepSpeed's trace of the first step,
+            # from which it fetches ahead, would not have it.
+            for parameter in head.parameters(recurse=False):
+                deepspeed.zero.register_external_parameter(self.module, parameter)
+        return True
 
     def _weight_decay(self) -> float:
         decay = self.ds_config["optimizer"].get("params", {}).get("weight_decay", self.build.args.train.weight_decay)
@@ -237,6 +262,10 @@ class ZeroEngine:
         for bucket in optimizer.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
+        if optimizer.offload_optimizer:
+            optimizer.norm_for_param_grads = {}
+            getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
+        optimizer.averaged_gradients = {}
 
     def _reset_stage12(self, optimizer: Any) -> None:
         for bucket in optimizer.ipg_buckets.values():
@@ -251,6 +280,10 @@ class ZeroEngine:
         optimizer.grads_in_partition_offset = 0
         optimizer.averaged_gradients = {}
         optimizer.micro_step_id = -1
+        if optimizer.cpu_offload:
+            optimizer.accumulated_grads_in_cpu = {}
+            optimizer.norm_for_param_grads = {}
+            optimizer.local_overflow = False
 
     @torch.no_grad()
     def eval_loss(self, micro: MicroBatch) -> Tensor:
@@ -378,7 +411,7 @@ class ZeroEngine:
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing)
         self.engine.set_train_micro_batch_size(settings.micro_batch_size)
         self.settings = settings
         return True
