@@ -91,10 +91,7 @@ def load_config(args: ModelArguments) -> Any:
 
     if args.model_type and not args.config_name:
         if args.model_type not in CONFIG_MAPPING:
-            import difflib
-
-            close = difflib.get_close_matches(args.model_type, list(CONFIG_MAPPING.keys()), n=1)
-            raise user_error("--model_type", f"unknown architecture {args.model_type}", f"did you mean {close[0]}?" if close else "")
+            raise _unknown_architecture("--model_type", args.model_type)
         config = CONFIG_MAPPING[args.model_type]()
     else:
         source = args.config_name or args.model_name_or_path
@@ -107,6 +104,9 @@ def load_config(args: ModelArguments) -> Any:
                 source, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
             )
         except (OSError, ValueError) as error:
+            named = _model_type_in(source)
+            if named is not None and named not in CONFIG_MAPPING:
+                raise _unknown_architecture(key, named) from None
             raise user_error(key, f"no model config in {source}: {str(error).splitlines()[0]}", "check the path or name") from None
         except StrictDataclassError as error:  # transformers' own checks of a config's values; no ValueError
             reason = str(error.__cause__ or error).splitlines()[0]
@@ -128,6 +128,26 @@ def load_config(args: ModelArguments) -> Any:
         raise UserError(impossible)
     config.use_cache = False
     return config
+
+
+def _model_type_in(source: str) -> str | None:
+    """The architecture that a local config names; None where it names none."""
+    path = Path(source)
+    try:
+        values = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        return str(values["model_type"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _unknown_architecture(key: str, name: str) -> UserError:
+    import difflib
+
+    from transformers import CONFIG_MAPPING
+
+    close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=1)
+    fix = f"did you mean {close[0]}?" if close else "an architecture of this transformers, or --trust_remote_code for a model's own code"
+    return user_error(key, f"unknown architecture {name}", fix)
 
 
 def _overridden(config: Any, text: str) -> Any:

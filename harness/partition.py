@@ -38,10 +38,11 @@ def parse_size(text: str) -> int:
 
 def size_problem(text: str) -> str:
     """Why a text is no size of memory; empty where it is one."""
-    if text.strip().lstrip("-").replace(".", "", 1).isdigit():
+    digits = text.strip().removeprefix("-")
+    if digits.replace(".", "", 1).isdigit():
         return f"{text} has no unit"
     try:
-        size = parse_size(text)
+        size = parse_size(digits) * (1 if digits == text.strip() else -1)
     except ValueError:
         return f"{text!r} is not a size"
     return "" if size > 0 else f"must be positive, not {text}"

@@ -74,6 +74,8 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("--model a --gpu_memory 80", "--gpu_memory: 80 has no unit -> write for example 80GB or 79.1GiB"),
         ("--model a --gpu_memory lots", "--gpu_memory: 'lots' is not a size"),
         ("--model a --gpu_memory 0GB", "--gpu_memory: must be positive, not 0GB"),
+        ("--model a --gpu_memory=-80GB", "--gpu_memory: must be positive, not -80GB"),
+        ("--model a --gpu_memory=-80", "--gpu_memory: -80 has no unit"),
         ("--model a --num_gpus 0", "--num_gpus: must be at least 1, not 0"),
         ("--model a --num_gpus -4", "--num_gpus: must be at least 1, not -4"),
         ("--model a --num_gpus four", "--num_gpus: invalid int value: 'four'"),

@@ -218,7 +218,7 @@ def test_plan_is_written_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("80", "80 has no unit"), ("lots", "'lots' is not a size"), ("-1GB", "'-1GB' is not a size"), ("0GB", "must be positive")],
+    [("80", "80 has no unit"), ("lots", "'lots' is not a size"), ("-1GB", "must be positive, not -1GB"), ("0GB", "must be positive")],
 )
 def test_nonsense_for_a_cards_memory(value: str, message: str) -> None:
     with pytest.raises(UserError, match="--gpu_memory") as caught:
