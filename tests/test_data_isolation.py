@@ -15,7 +15,8 @@ from harness.batches import IGNORE, collate, make_sample
 from harness.data import prepare_data
 from tests.data_tokenizers import byte_tokenizer
 
-FLEX = pytest.param("flex_attention", marks=pytest.mark.slow)  # compiles first
+COMPILED_FLEX = pytest.param("flex_attention, compiled", marks=pytest.mark.slow)
+ATTENTION = ["sdpa", "eager", "flex_attention", COMPILED_FLEX]
 A1, A2, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [30, 31, 32, 33]
 
 
@@ -54,14 +55,17 @@ def token_losses(attention, batch):
     from harness import modeling
 
     modeling.isolate_packed_documents()
-    with torch.no_grad(), modeling.documents(batch.document_ids):
-        logits = tiny_llama(attention)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    name, _, compiled = attention.partition(", ")
+    # The same masks, without minutes of compiling.
+    stance = torch.compiler.set_stance("default" if compiled else "force_eager")
+    with torch.no_grad(), modeling.documents(batch.document_ids), stance:
+        logits = tiny_llama(name)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=IGNORE
     ).view(batch.input_ids.shape[0], -1)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", FLEX])
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention):
     import torch
 
@@ -78,7 +82,7 @@ def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention)
     assert not torch.equal(token_losses(attention, joined)[:, of_b], token_losses(attention, other)[:, of_b])  # the test can fail
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", FLEX])
+@pytest.mark.parametrize("attention", ATTENTION)
 def test_packed_documents_have_the_losses_of_each_alone(attention):
     import torch
 
