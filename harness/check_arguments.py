@@ -19,7 +19,7 @@ from typing import Any
 from harness.args import Arguments
 from harness.findings import Finding
 from harness.machine import GIB, Machine
-from harness.model_files import impossible_sizes
+from harness.model_files import impossible_sizes, names_a_path
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -71,7 +71,7 @@ def model_facts(args: Arguments) -> ModelFacts:
         return ModelFacts(model_type=model.model_type)
     path = Path(source).expanduser()
     if not path.exists():
-        if source.startswith(("/", "./", "../", "~")) or source.endswith(".json") or source.count("/") > 1:
+        if names_a_path(source):
             return ModelFacts(problems=(Finding("error", key, f"{source} does not exist", "an existing folder, or a name on the hub"),))
         return ModelFacts()
     file = path / "config.json" if path.is_dir() else path

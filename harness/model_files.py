@@ -156,6 +156,11 @@ def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads")
 
 
+def names_a_path(source: str) -> bool:
+    """Whether a model's name can only be a file or folder; names on the hub have at most one slash ("org/name")."""
+    return source.startswith(("/", "./", "../", "~")) or source.endswith(".json") or source.count("/") > 1
+
+
 def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
     """Sizes in a model's config that no model can have.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
-from harness.model_files import impossible_sizes
+from harness.model_files import impossible_sizes, names_a_path
 
 log = logging.getLogger("harness")
 
@@ -97,7 +97,7 @@ def load_config(args: ModelArguments) -> Any:
         source = args.config_name or args.model_name_or_path
         key = "--config_name" if args.config_name else "--model_name_or_path"
         assert source is not None
-        if (os.sep in source or source.startswith(".")) and not Path(source).exists():
+        if names_a_path(source) and not Path(source).expanduser().exists():
             raise user_error(key, f"{source} does not exist", "give an existing folder, or a hub name like gpt2")
         try:
             config = AutoConfig.from_pretrained(

@@ -589,6 +589,24 @@ def test_impossible_configs_are_one_message(tmp_path: Path, changes: dict[str, A
     assert len(caught.value.findings) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "is_path"),
+    [("gpt2", False), ("meta-llama/Llama-3.1-8B", False), ("./gpt2", True), ("/models/a", True), ("a/b/c", True), ("config.json", True)],
+)
+def test_a_name_on_the_hub_is_no_folder_that_does_not_exist(name: str, is_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoConfig
+
+    from harness.args import ModelArguments
+    from harness.modeling import load_config
+
+    def not_here(source: str, **options: Any) -> Any:
+        raise OSError(f"{source} is not in the cache")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", not_here)
+    with pytest.raises(UserError, match="does not exist" if is_path else "is not in the cache"):
+        load_config(ModelArguments(model_name_or_path=name))
+
+
 def test_a_run_refuses_impossible_sizes_before_anything_is_loaded(tmp_path: Path) -> None:
     from harness.args import from_config
     from harness.check_arguments import model_facts
