@@ -48,6 +48,10 @@ RELEASED: tuple[tuple[str, ...], ...] = (
 IN_PLACE = {"micro_batch_size", "activation_checkpointing", "reshard_after_forward", "in_flight_micro_batches"}
 
 
+# CUDA, cuBLAS and NCCL together take less outside the allocator; more belongs to other processes on the card.
+MOST_OUTSIDE_BYTES = 4 * GIB
+
+
 @dataclasses.dataclass(frozen=True)
 class JobFacts:
     """What the planner must know of a job beside its arguments; the same on all ranks.
@@ -381,7 +385,8 @@ def learn(plan: StartPlan, gpu_name: str, allocated_bytes: int, reserved_bytes: 
     A dry run is forward and backward with the optimizer's states in place, but no update.
     """
     predicted = max(phase.total_bytes for phase in plan.candidate.estimate.phases if phase.name != "update")
-    record_measurement(gpu_name, plan.candidate.engine, int(predicted), allocated_bytes, reserved_bytes, used_bytes)
+    ours = min(used_bytes, reserved_bytes + MOST_OUTSIDE_BYTES)
+    record_measurement(gpu_name, plan.candidate.engine, int(predicted), allocated_bytes, reserved_bytes, ours)
     expected = predicted * plan.content["corrections"]["allocated"]
     off = 100 * (allocated_bytes / expected - 1)
     return (

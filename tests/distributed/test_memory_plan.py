@@ -1,0 +1,72 @@
+"""A run on two gloo ranks that starts where the memory planner says, and one that only hears it: same samples, same losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import Result, run_launcher
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+
+
+def run(folder: Path, name: str, num_processes: int, **flags: Any) -> Result:
+    values = {
+        "config_name": folder / "config.json",
+        "tokenizer_name": "bytes",
+        "train_file": folder / "data.txt",
+        "block_size": 256,
+        "max_steps": 2,
+        "logging_steps": 1,
+        "precision": "fp32",
+        "save_strategy": "no",
+        "save_final": False,
+        "data_cache_dir": folder / "cache",
+        "gpu_memory": "1.5GiB",  # of which a CUDA context and NCCL would take 1.4
+        "output_dir": folder / name,
+        **flags,
+    }
+    tokens = [token for key, value in values.items() for token in (f"--{key}", str(value))]
+    environ = {"HARNESS_CACHE": str(folder / "harness")}
+    return run_launcher("torchrun" if num_processes > 1 else "python", num_processes, tokens, extra_env=environ)  # type: ignore[arg-type]
+
+
+def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(300)))
+    planned = run(tmp_path, "planned", 2, fsdp="full_shard")
+    assert planned.returncode == 0, planned.stdout
+    plan = json.loads((tmp_path / "planned/plan.json").read_text())
+    settings = plan["chosen"]["settings"]
+    assert (settings["micro_batch_size"], settings["activation_checkpointing"]) != (8, "none")  # which does not fit
+    assert settings["micro_batch_size"] * plan["chosen"]["gradient_accumulation_steps"] == 8
+    assert plan["asked"]["misfit"].startswith("needs 1.5 GiB of a card")
+    assert plan["changed"] == []
+    assert plan["closed_forms"] == []
+    assert "memory plan for fsdp on 2 x a card (1.500 GiB): start with" in planned.stdout
+    assert {row["micro_batch"] for row in planned.rows} == {settings["micro_batch_size"]}
+    # The ladder is there before anything has gone wrong, with what each rung was predicted to need.
+    ladder = json.loads((tmp_path / "planned/ladder.json").read_text())
+    assert (ladder["steps_down"], ladder["now"]) == ([], settings)
+    needs = [rung["need_bytes"] for rung in ladder["ladder"]]
+    assert needs[0] == plan["chosen"]["estimate"]["expected_bytes"]
+    assert len(needs) > 1
+    assert all(need < needs[0] for need in needs[1:])
+
+    heard = run(tmp_path, "heard", 1, auto_memory="suggest", per_device_train_batch_size=16)
+    assert heard.returncode == 0, heard.stdout
+    assert "suggested, not taken (--auto_memory on takes it): --per_device_train_batch_size" in heard.stdout
+    assert {row["micro_batch"] for row in heard.rows} == {16}
+    assert [row["loss"] for row in planned.rows] == pytest.approx([row["loss"] for row in heard.rows], abs=1e-4)
