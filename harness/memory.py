@@ -275,7 +275,7 @@ def cache_folder() -> Path:
 
 
 # Whoever changes these changes what is measured.
-_PROBING_CODE = ("activation_probe.py", "live_bytes.py", "modeling.py", "loss.py")
+_PROBING_CODE = ("activation_probe.py", "live_bytes.py", "blocks.py", "modeling.py", "loss.py")
 
 
 def _read_json(path: Path) -> Any:

@@ -130,7 +130,7 @@ def zero_options(template: Mapping[str, Any]) -> ZeroOptions:
 
 
 def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Mapping[str, str]) -> RunShape:
-    """The job in the planner's terms."""
+    """The job in the planner's terms. Snapshots in host memory are not counted: they take what is left."""
     shards = None
     if engine == "fsdp" and (template := fsdp_template_of(args, environ)) is not None:
         shards = template.group_sizes(facts.num_processes, facts.num_local_processes)[1]
@@ -146,7 +146,7 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
         lora=args.lora.lora_r is not None,
         fused_layers=bool(facts.gpu_name) and liger and importlib.util.find_spec("liger_kernel") is not None,
         shard_group_size=shards if shards != facts.num_processes else None,
-        snapshots=bool(getattr(args.train, "snapshot_steps", 0)),
+        reduce_in_float32=args.train.reduce_dtype == "fp32",
         zero=zero_options(load_deepspeed_template(args, environ) or {}) if engine.startswith("zero") else ZeroOptions(),
     )
 

@@ -179,7 +179,9 @@ def test_hybrid_sharding_is_seen() -> None:
     run = run_plan.run_shape(args, "fsdp", facts(num_processes=16), {})
     assert (run.num_shards, run.num_processes) == (8, 16)
     whole = run_plan.run_shape(from_config({"model_type": "llama", "output_dir": "out", "fsdp": "full_shard"}), "fsdp", facts(), {})
-    assert whole.shard_group_size is None
+    assert (whole.shard_group_size, whole.reduce_in_float32) == (None, True)
+    flags = {"model_type": "llama", "output_dir": "out", "fsdp": "full_shard", "reduce_dtype": "bf16"}
+    assert run_plan.run_shape(from_config(flags), "fsdp", facts(), {}).reduce_in_float32 is False
 
 
 @pytest.mark.parametrize(
