@@ -111,22 +111,43 @@ def test_a_deleted_or_damaged_store_is_made_again(tmp_path):
     assert [again[i]["input_ids"].tolist() for i in range(len(again))] == [first.train[i]["input_ids"].tolist() for i in range(len(again))]
 
 
+WORLDS = [
+    (1, 0),
+    (2, 0),
+    (3, 0),
+    (8, 0),
+    (1, 2),
+    (3, 2),
+    pytest.param(2, 2, marks=pytest.mark.slow),
+    pytest.param(8, 2, marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "none"])
-@pytest.mark.parametrize("num_processes", [1, 2, 3, 8])
-def test_an_epoch_trains_on_every_token_once(tmp_path, packing, num_processes):
+@pytest.mark.parametrize(("num_processes", "num_workers"), WORLDS)
+def test_an_epoch_trains_on_every_token_once(tmp_path, packing, num_processes, num_workers):
+    """Also where it is resumed in the middle by another number of ranks."""
     tokenizer = byte_tokenizer()
     path = corpus(tmp_path / "a.jsonl", 120)
     documents = [tokenizer(json.loads(line)["text"])["input_ids"] + [tokenizer.eos_token_id] for line in path.read_text().splitlines()]
     expected = collections.Counter(token for document in documents for token in document[1:])
     train = prepare(tmp_path, tokenizer, train_file=[path], packing=packing).train
+    alone = StepLoader(train, global_batch_size=24, num_processes=1, process_index=0, seed=1)
+    end = alone.steps_per_epoch
+    resumed_at = end // 2
+    order = [sample["input_ids"].tolist() for k in range(end) for sample in alone.step(k).samples]
     seen = collections.Counter()
-    for rank in range(num_processes):
-        loader = StepLoader(train, global_batch_size=24, num_processes=num_processes, process_index=rank, seed=1)
-        for k in range(loader.steps_per_epoch):
-            for batch in loader.step(k).micro_batches(2):
-                labels = batch.labels[:, 1:]
-                seen.update(labels[labels != IGNORE].tolist())
-    assert seen == expected
+    parts = {}
+    for world, first, last in ((num_processes, 0, resumed_at), (num_processes % 3 + 1, resumed_at, end)):
+        for rank in range(world):
+            options = {"global_batch_size": 24, "num_processes": world, "process_index": rank, "num_workers": num_workers}
+            for k, step in enumerate(StepLoader(train, **options, seed=1).prefetching(first, last - first), first):
+                parts[k, rank] = [sample["input_ids"].tolist() for sample in step.samples]
+                for batch in step.micro_batches(2):
+                    labels = batch.labels[:, 1:]
+                    seen.update(labels[labels != IGNORE].tolist())
+    assert end > 2 and seen == expected
+    assert [sample for _, samples in sorted(parts.items()) for sample in samples] == order
 
 
 def test_held_out_documents(tmp_path):
