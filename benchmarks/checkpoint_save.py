@@ -70,7 +70,7 @@ def run(engine: str, mode: str, num_gpus: int, folder: Path, port: int, timeout_
     command += ["--train_file", str(Path(os.__file__).parent / "*.py"), "--block_size", "1024", "--validation_split_percentage", "0"]
     command += ["--per_device_train_batch_size", "1", "--max_steps", "12", "--save_steps", "4", "--save_total_limit", "1"]
     command += ["--save_final", "False", "--logging_steps", "1", "--precision", "bf16", "--activation_checkpointing", "full"]
-    command += ["--data_cache_dir", str(folder / "cache"), "--output_dir", str(output), *ENGINES[engine]]
+    command += ["--data_cache_dir", str(folder / "cache"), "--output_dir", str(output), "--auto_memory", "off", *ENGINES[engine]]
     log = folder / f"{engine}-{mode}.log"
     with open(log, "w", encoding="utf-8") as file:
         environ = dict(os.environ, OMP_NUM_THREADS="4", **{TIMES_FILE: str(times)})

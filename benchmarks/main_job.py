@@ -51,7 +51,8 @@ def arguments(shape: str, sequence: int, steps: int, micro: int, output: Path, c
         *("--model_type", "llama", "--config_overrides", shape, "--tokenizer_name", "bytes", "--train_file", *files),
         *("--block_size", str(sequence), "--per_device_train_batch_size", str(micro), "--max_steps", str(steps)),
         *("--logging_steps", "5", "--learning_rate", "3e-4", "--lr_scheduler_type", "cosine", "--warmup_steps", "5"),
-        *("--precision", "bf16", "--data_cache_dir", str(cache), "--output_dir", str(output), "--validation_split_percentage", "0", *more),
+        *("--precision", "bf16", "--data_cache_dir", str(cache), "--output_dir", str(output), "--validation_split_percentage", "0"),
+        *("--auto_memory", "off", *more),
     ]
 
 

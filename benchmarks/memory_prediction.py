@@ -183,7 +183,7 @@ def command(row: Row, num_gpus: int, output: Path, cache: Path) -> list[str]:
         *("--gradient_accumulation_steps", str(row.accumulation), "--activation_checkpointing", row.mode),
         *("--loss_chunk_size", str(row.chunk), "--document_isolation", str(row.isolated), "--use_liger_kernel", "False"),
         *("--precision", "bf16", "--attn_implementation", "sdpa", "--save_strategy", "no", "--save_final", "False"),
-        *("--validation_split_percentage", "0", "--data_cache_dir", str(cache), "--output_dir", str(output)),
+        *("--validation_split_percentage", "0", "--data_cache_dir", str(cache), "--output_dir", str(output), "--auto_memory", "off"),
         *(("--lora_r", str(row.lora_r)) if row.lora_r else ()),
     ]
 
