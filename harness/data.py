@@ -95,7 +95,7 @@ def prepare_data(
             preparer.block_size,
             ["train"],
         )
-    for line in preview(data.train, tokenizer):
+    for line in preview(data.train, tokenizer, data.train.first_of_each() if isinstance(data.train, Mixture) else None):
         say(line)
     return data
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _FIELDS = (
     "max_train_samples",
     "max_eval_samples",
 )
+_NAME = re.compile(r"[\w.\-/]+( [\w.\-/]+)*")
 _LISTS = ("train_file", "validation_file")
 
 
@@ -92,6 +94,8 @@ def read_mix(args: DataArguments) -> tuple[list[MixSource], int | None]:
             bad(f"--{flag}", "and --dataset_mix were both given", "put it into the mixture's file")
     sources = [_source(args, f"{path}, source {i}", entry, bad) for i, entry in enumerate(entries, 1)]
     names = [source.name for source in sources if source is not None]
+    for name in sorted({name for name in names if not _NAME.fullmatch(name)}):
+        bad(path, f"{name!r} cannot be a source's name in the log", "give it a name of letters, digits, blanks and . _ - /")
     for name in sorted({name for name in names if names.count(name) > 1}):
         bad(path, f"two sources have the name {name}")
     if problems:
@@ -214,6 +218,10 @@ class Mixture:
             f"{count / len(part):.2f} times its {len(part):,}"
             for name, count, part in zip(self.names, self.counts, self.parts, strict=True)
         ]
+
+    def first_of_each(self) -> dict[int, str]:
+        """Number and title of a sample of every source."""
+        return {int(end) - count: f"a sample of {name}" for name, end, count in zip(self.names, self.ends, self.counts, strict=True)}
 
     def _make_order(self, source: int, number: int) -> Permutation:
         return Permutation(len(self.parts[source]), combine_seeds(self.seed, source, number))

@@ -387,13 +387,19 @@ class _Progress:
             self.bar.close()
 
 
-def preview(dataset: Any, tokenizer: Any, num_samples: int = 2, max_tokens: int = 200) -> list[str]:
-    """The first samples decoded, with what is trained on marked by + and what is not by -, a line per run of either."""
+def preview(dataset: Any, tokenizer: Any, titles: dict[int, str] | None = None, max_tokens: int = 200) -> list[str]:
+    """The first samples decoded, with what is trained on marked by + and what is not by -, a line per run of either.
+
+    Args:
+        titles: which samples, and what they are called; default: the first two.
+    """
+    if titles is None:
+        titles = {index: f"sample {index}" for index in range(min(2, len(dataset)))}
     lines = []
-    for index in range(min(num_samples, len(dataset))):
+    for index, title in titles.items():
         sample = dataset[index]
         ids, trained = sample["input_ids"][:max_tokens], sample["labels"][:max_tokens] != IGNORE
-        lines.append(f"sample {index}: {len(sample['input_ids'])} tokens (+ trained on, - not)")
+        lines.append(f"{title}: {len(sample['input_ids'])} tokens (+ trained on, - not)")
         for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1):
             lines.append(f"  {'+' if trained[run[0]] else '-'} {tokenizer.decode(ids[run].tolist())!r}")
         if len(sample["input_ids"]) > max_tokens:

@@ -331,6 +331,8 @@ def test_a_mixture_has_its_shares_and_its_order_is_reproducible(tmp_path):
     assert data.source_names == ["a", "b"]
     assert "mixture: a: 60 of 80 samples per epoch (75.0%), 2.00 times its 30" in said
     assert "mixture: b: 20 of 80 samples per epoch (25.0%), 0.40 times its 50" in said
+    assert [line.split(":")[0] for line in said if "+ trained on" in line] == ["a sample of a", "a sample of b"]
+    assert [line[:7] for line in said if line.startswith("  - ")] == ["  - 'A'", "  - 'B'"]
     orders = []
     for num_processes in (1, 2):
         loaders = [
@@ -381,6 +383,7 @@ def test_a_mixtures_evaluation_knows_its_sources(tmp_path):
             ["unknown key 'weights'", "did you mean weight?", "needs either"],
         ),
         ("sources:\n- {{train_file: x, weight: 0}}", ["weight must be a positive number, not 0"]),
+        ("sources:\n- {{train_file: x, name: 'a | b'}}", ["'a | b' cannot be a source's name in the log -> give it a name of letters"]),
         ("sources:\n- {{train_file: x}}\n- {{train_file: x}}", ["two sources have the name x"]),
         ("samples_per_epoch: many\nsources:\n- {{train_file: x}}", ["samples_per_epoch must be a positive whole number, not 'many'"]),
         (MIX.replace("weight: 1", "weight: 0.001"), ["b gets none of the 80 samples of an epoch"]),
