@@ -158,7 +158,7 @@ class TrainArguments:
         ["off", "suggest", "on"],
         "Start with the fastest settings that are predicted to fit every card, with the same samples in a step; suggest: only say which.",
     )
-    gpu_memory: Optional[str] = _field(None, "What the run may use of each card: 80GB as on its label, or exactly: 20GiB. Default: all of it.")
+    gpu_memory: Optional[str] = _field(None, "What the run may use of a card: 80GB as on its label, or exactly: 20GiB. Default: all.")
     no_oom_recovery: bool = _field(False, "End the run at the first out-of-memory instead of going on under smaller settings.")
     oom_ladder: list[str] = _field(
         [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
