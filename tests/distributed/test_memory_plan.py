@@ -56,7 +56,7 @@ def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
     assert plan["changed"] == []
     assert plan["closed_forms"] == []
     assert "memory plan for fsdp on 2 x a card (1.500 GiB): start with" in planned.stdout
-    assert {row["micro_batch"] for row in planned.rows} == {settings["micro_batch_size"]}
+    assert {row["micro_batch_size"] for row in planned.rows} == {settings["micro_batch_size"]}
     # The ladder is there before anything has gone wrong, with what each rung was predicted to need.
     ladder = json.loads((tmp_path / "planned/ladder.json").read_text())
     assert (ladder["steps_down"], ladder["now"]) == ([], settings)
@@ -68,5 +68,5 @@ def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
     heard = run(tmp_path, "heard", 1, auto_memory="suggest", per_device_train_batch_size=16)
     assert heard.returncode == 0, heard.stdout
     assert "suggested, not taken (--auto_memory on takes it): --per_device_train_batch_size" in heard.stdout
-    assert {row["micro_batch"] for row in heard.rows} == {16}
+    assert {row["micro_batch_size"] for row in heard.rows} == {16}
     assert [row["loss"] for row in planned.rows] == pytest.approx([row["loss"] for row in heard.rows], abs=1e-4)
