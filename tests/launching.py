@@ -241,6 +241,32 @@ def launched(
             launch.kill()
 
 
+def run_on_nodes(
+    nodes: Sequence[Any],
+    script_args: Sequence[str],
+    *,
+    script: Path,
+    extra_env: Mapping[str, str],
+    output_dir: Path,
+    timeout_s: float = 300.0,
+) -> list[Result]:
+    """torchrun with one rank on each node of tests.two_nodes.
+
+    Returns:
+        What each node's launcher left.
+    """
+    port = str(free_port())
+    with _only_launch_of_this_machine(), contextlib.ExitStack() as stack:
+        launches = []
+        for number, node in enumerate(nodes):
+            rendezvous = ["--nnodes", str(len(nodes)), "--node_rank", str(number), "--master_addr", nodes[0].address, "--master_port", port]
+            command = [*node.enter, str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node", "1", *rendezvous, str(script)]
+            environ = launch_environment({"GLOO_SOCKET_IFNAME": node.interface, **extra_env})
+            launches.append(Launch([*command, *script_args], environ, output_dir, None))
+            stack.callback(launches[-1].kill)
+        return [launch.finish(timeout_s) for launch in launches]
+
+
 def run_launcher(
     kind: Kind,
     num_processes: int,

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests import two_nodes
 from tests.distributed.test_main_job import DS, make_model_folder
-from tests.launching import ROOT, Result, run_launcher
+from tests.launching import ROOT, Result, run_launcher, run_on_nodes
 
 STEPS = 8
 WORKER = ROOT / "tests" / "distributed" / "oom_worker.py"
@@ -29,7 +30,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, "losses": result.losses, "evaluations": evaluations(result)}
 
 
-def run(folder: Path, name: str, kind: str, num_processes: int, more: list[str], injected: str) -> Result:
+def arguments(folder: Path, name: str, num_processes: int, more: list[str]) -> list[str]:
     values = {
         "model_name_or_path": folder / "model",
         "train_file": folder / "data.txt",
@@ -47,7 +48,11 @@ def run(folder: Path, name: str, kind: str, num_processes: int, more: list[str],
         "data_cache_dir": folder / "cache",
         "output_dir": folder / name,
     }
-    tokens = [*(token for key, value in values.items() for token in (f"--{key}", str(value))), *more]
+    return [*(token for key, value in values.items() for token in (f"--{key}", str(value))), *more]
+
+
+def run(folder: Path, name: str, kind: str, num_processes: int, more: list[str], injected: str) -> Result:
+    tokens = arguments(folder, name, num_processes, more)
     return run_launcher(kind, num_processes, tokens, script=WORKER, extra_env={"HARNESS_TEST_OOM": injected}, timeout_s=300)  # type: ignore[arg-type]
 
 
@@ -112,3 +117,21 @@ def test_the_end_of_the_ladder_says_what_was_tried(job: dict[str, Any]) -> None:
     assert result.exit_json is not None and result.exit_json["code"] == 1
     for words in ("nothing left to lower", "micro_batch_size 8 -> 4; micro_batch_size 4 -> 2", "--lora_r"):
         assert words in result.exit_json["reason"]
+
+
+def test_two_nodes_step_down_together_and_start_again_together(job: dict[str, Any]) -> None:
+    if reason := two_nodes.problem():
+        pytest.skip(reason)
+    tokens = arguments(job["folder"], "nodes", 2, ["--fsdp", "full_shard", "--snapshot_steps", "2"])
+    # On the second node: a step that both redo, and an update after which both start again, over a fresh port of the first.
+    environ = {"HARNESS_TEST_OOM": "backward:1:4 update:1:6"}
+    with two_nodes.two_nodes() as nodes:
+        results = run_on_nodes(nodes, tokens, script=WORKER, extra_env=environ, output_dir=job["folder"] / "nodes")
+    assert [result.returncode for result in results] == [0, 0], results[0].stdout + results[1].stdout
+    result = results[0]
+    down = [(row["phase"], row["way"], row["rank"]) for row in result.metrics() if row["kind"] == "event" and row["event"] == "oom"]
+    assert down == [("step", "redo", 1), ("update", "relaunch", 1)]
+    (resumed,) = [row for row in result.metrics() if row["kind"] == "event" and row["event"] == "resume"]
+    assert (resumed["step"], resumed["path"], resumed["lost_steps"]) == (4, "snapshot in host memory", 1)
+    counted = {row["step"]: row["loss"] for row in result.rows if row["kind"] == "train"}
+    assert list(counted.values()) == pytest.approx(job["losses"], rel=1e-4)

@@ -246,7 +246,7 @@ def run_cells(server: ForkServer, inputs: Path, engine: str, name: str, cells: l
     try:
         codes = life.wait(60 + 20 * len(cells))
         if set(codes.values()) != {0}:
-            problems.append(f"exit codes {codes}: {life.output()[-1500:]}")
+            problems.append(f"exit codes {codes}: {life.output()[-6000:]}")
     except AssertionError as error:
         problems.append(str(error)[-1500:])
     raised = {Cell(**json.loads(line[7:])) for line in life.output().splitlines() if line.startswith("[cell] ")}
@@ -302,6 +302,7 @@ def table(results: dict[str, dict[str, Outcome]]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=list(FLAGS), choices=list(FLAGS))
+    parser.add_argument("--runs", nargs="+", help='only these, such as "in process" or "started again"')
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
     from tests.faults import oom_matrix  # by its name: the ranks import it
@@ -313,7 +314,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         inputs.mkdir()
         server.call(oom_matrix.make_inputs, str(inputs), output=inputs / "inputs.txt")
         for engine in options.engines:
-            results[engine] = run_engine(server, inputs, engine, Path(temporary) / engine, cells_of(engine))
+            runs = {name: cells for name, cells in cells_of(engine).items() if options.runs is None or name in options.runs}
+            results[engine] = run_engine(server, inputs, engine, Path(temporary) / engine, runs)
             for name, outcome in results[engine].items():
                 print(f"{engine}, {name}: {len(outcome.recovered)}/{len(outcome.wanted)}", *outcome.problems, sep="\n  ", flush=True)
     outcomes = [outcome for runs in results.values() for outcome in runs.values()]
