@@ -6,6 +6,7 @@ Its places are one host here; several cards are for tests/gpu/test_device_map.py
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,29 @@ def test_losses_are_those_of_plain_training(tmp_path: Path, depth: str) -> None:
     micro = steps[0].micro_batches(2)[0]
     assert float(mapped.eval_loss(micro)) == pytest.approx(float(plain.eval_loss(micro)), rel=1e-5)
     assert "one process, map cpu" in mapped.describe()
+
+
+def test_each_micro_batch_reports_its_own_rows_whatever_runs_in_between(tmp_path: Path) -> None:
+    engine = _build("device_map", _args(tmp_path, "--device_map", "cpu", "--in_flight_micro_batches", "2"))
+    (batch,) = _steps(1)
+    reported: dict[tuple[int, ...], list[float]] = {}
+    batch.report = lambda micro, rows: reported.update({tuple(micro.input_ids[:, 0].tolist()): rows.tolist()})
+    total = float(engine.forward_backward(batch, batch.num_label_tokens))
+    expected = {
+        tuple(micro.input_ids[:, 0].tolist()): [float(engine.eval_loss(alone)) for alone in _rows(micro)]
+        for micro in batch.micro_batches(2)
+    }
+    assert reported.keys() == expected.keys() and len(reported) == 4
+    for key, rows in reported.items():
+        assert rows == pytest.approx(expected[key], rel=1e-5)
+    assert sum(map(sum, reported.values())) == pytest.approx(total, rel=1e-5)
+
+
+def _rows(micro: Any) -> list[Any]:
+    """A micro-batch of each row."""
+    names = ("input_ids", "labels", "position_ids", "document_ids")
+    tensors = [{name: None if (whole := getattr(micro, name)) is None else whole[row : row + 1] for name in names} for row in range(2)]
+    return [dataclasses.replace(micro, report=None, **each) for each in tensors]
 
 
 def test_a_failed_step_is_redone_with_other_settings(tmp_path: Path) -> None:
