@@ -14,6 +14,7 @@ import importlib.util
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,7 @@ def plan_start(
     engine = engine_name(args, facts.engine, environ)
     if args.train.optim not in OPTIMIZER_STATE_BYTES or engine is None:
         return None
+    started = time.monotonic()
     try:
         run = run_shape(args, engine, facts, environ)
         runs = [run, *further_spread(args, run)]
@@ -264,6 +266,8 @@ def plan_start(
     except (UserError, OSError) as error:
         log.warning("no memory plan, starting with what was asked for: %s", str(error).splitlines()[0])
         return None
+    if time.monotonic() - started > 2:
+        log.info("memory plan: the model was measured in %.0f s, once for this model and block size", time.monotonic() - started)
     planning = _Planning(
         measured=measured,
         asked=asked,

@@ -396,3 +396,60 @@ def test_a_plan_of_an_8b_config_from_the_command_line(tmp_path: Path) -> None:
     second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert second.stdout == first.stdout
     assert [file.stat().st_mtime_ns for file in kept.parent.iterdir()] == [written]  # read, not measured again
+
+
+LARGE: dict[str, tuple[dict[str, Any], int, int]] = {  # config, parameters, of which a token passes through
+    "70B": (
+        {
+            "model_type": "llama",
+            "hidden_size": 8192,
+            "intermediate_size": 28672,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+            "tie_word_embeddings": False,
+        },
+        70_553_706_496,
+        70_553_706_496,
+    ),
+    "mixture": (
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 2560,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+        386_490_880_000,
+        31_650_000_000,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(LARGE))
+def test_a_plan_of_a_very_large_model(name: str, tmp_path: Path) -> None:
+    """64 cards: what does not fit any other way goes partly to the host, whole sub-groups of ZeRO-3's."""
+    config, num_parameters, num_active = LARGE[name]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    words = ["--model", str(path), "--num_gpus", "64", "--gpu", "H100", "--host_memory", "1800GB", "--block_size", "4096", "--json"]
+    environment = {**os.environ, "HARNESS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "harness.memory", *words], capture_output=True, text=True, cwd=ROOT, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["closed_forms"] == []
+    assert plan["model"]["num_parameters"] == pytest.approx(num_parameters, rel=1e-4)
+    assert plan["model"]["num_active"] == pytest.approx(num_active, rel=1e-3)
+    assert plan["chosen"]["engine"] in ("zero3", "fsdp")
+    assert (plan["chosen"]["settings"]["optimizer_offload"] > 0) is (name == "mixture")
