@@ -193,9 +193,8 @@ def _places(
             options.append({"optimizer_offload": 1.0, "param_offload": "nvme"})
     elif run.engine == "fsdp":
         options.append({"optimizer_offload": 0.0, "param_offload": "cpu"})
-    for name in ("optimizer_offload", "param_offload"):
-        if name in pins:
-            options = [option for option in options if option[name] == getattr(given, name)] or [{**nowhere, name: getattr(given, name)}]
+    fixed = {name: getattr(given, name) for name in nowhere if name in pins}
+    options = [option for option in options if all(option[name] == value for name, value in fixed.items())] or [{**nowhere, **fixed}]
     if offload is None:
         return options
     return [option for option in options if (option != nowhere) == offload]

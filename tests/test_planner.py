@@ -158,6 +158,15 @@ def test_variants_keep_the_optimizer_step_and_what_was_typed() -> None:
     assert len(on_disk) == 2 * 3 * 3
 
 
+@pytest.mark.parametrize(("optimizer", "parameters"), [(0.3, "none"), (1.0, "nvme"), (1.0, "cpu"), (0.0, "none")])
+def test_where_states_were_put_stays_in_every_variant(optimizer: float, parameters: Any) -> None:
+    given = MemorySettings(4, loss_chunk_size=1024, optimizer_offload=optimizer, param_offload=parameters)
+    run = RunShape("zero3", 4, 4096, samples_per_step=4)
+    found = list(variants(MEASURED, run, given, CARD, pinned={"optimizer_offload", "param_offload"}))
+    assert {(s.optimizer_offload, s.param_offload) for s in found} == {(optimizer, parameters)}
+    assert len(found) == 2 * 3 * 3
+
+
 def test_ladder_gets_slower_and_smaller() -> None:
     plan = plan_engine(MEASURED, RunShape("fsdp", 8, 4096, samples_per_step=8), H100, MemorySettings(8, loss_chunk_size=1024), CARD)
     times = [candidate.time.total_s for candidate in plan.ladder]
