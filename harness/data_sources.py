@@ -37,6 +37,8 @@ SUFFIXES = TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _ROWS_AT_ONCE = 512
 _SAVED_MARKS = ("dataset_info.json", "state.json")
+_SAVED_SPLITS = "dataset_dict.json"
+_SPLITS = {"--validation_file": ("validation", "valid", "dev", "test")}
 _PLAIN_ENCODINGS = {"utf-8", "ascii", "iso8859-1", "iso8859-15", "cp1252"}
 """Those in which a newline's byte is a newline wherever it stands, so that a line can be found by its offset."""
 
@@ -94,11 +96,23 @@ class SourceFile:
 
 def is_saved_dataset(path: Path) -> bool:
     """Whether a folder is what `Dataset.save_to_disk` or `DatasetDict.save_to_disk` writes."""
-    return (path / "dataset_dict.json").is_file() or all((path / mark).is_file() for mark in _SAVED_MARKS)
+    return (path / _SAVED_SPLITS).is_file() or all((path / mark).is_file() for mark in _SAVED_MARKS)
+
+
+def _split_folder(folder: Path, key: str) -> Path | Finding:
+    """Of a folder with several splits the one that is meant; a folder of one dataset as it is."""
+    if not (folder / _SAVED_SPLITS).is_file():
+        return folder
+    splits = json.loads((folder / _SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
+    wanted = _SPLITS.get(key, ("train",))
+    split = splits[0] if len(splits) == 1 else next((name for name in wanted if name in splits), None)
+    if split is None:
+        return Finding("error", key, f"{folder} has no split {wanted[0]}, but {', '.join(splits)}", f"give one: {folder / splits[0]}")
+    return folder / split
 
 
 def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
-    """The files that names, globs and folders stand for, in a fixed order; folders of `save_to_disk` stay folders.
+    """The files that names, globs and folders stand for, in a fixed order; folders of `save_to_disk` stay folders, of one split each.
 
     Args:
         entries: what the user gave.
@@ -112,8 +126,12 @@ def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
     for entry in entries:
         path = Path(entry).expanduser()
         if path.is_dir():
-            files: list[SourceFile | Path] = [path] if is_saved_dataset(path) else [SourceFile(file, False) for file in _files_below(path)]
-            if not files:
+            files: list[SourceFile | Path] = [SourceFile(file, False) for file in _files_below(path)]
+            if is_saved_dataset(path):
+                split = _split_folder(path, key)
+                files = [split] if isinstance(split, Path) else []
+                problems += [split] if isinstance(split, Finding) else []
+            elif not files:
                 problems.append(Finding("error", key, f"folder {entry} has no file of a known kind", f"known are {_known()}"))
         elif path.is_file():
             files = [SourceFile(path, True)]
@@ -384,13 +402,7 @@ class FileReader:
     def _saved(self, folder: Path, skip: int) -> Iterator[Row]:
         import datasets
 
-        data = datasets.load_from_disk(str(folder))
-        if isinstance(data, datasets.DatasetDict):
-            split = "validation" if "validation" in self.key and "validation" in data else "train"
-            if split not in data:
-                raise user_error(self.key, f"{folder} has no split {split}, but {', '.join(data)}", "give one split's folder")
-            data = data[split]
-        yield from dataset_rows(data, str(folder), skip)
+        yield from dataset_rows(datasets.load_from_disk(str(folder)), str(folder), skip)
 
 
 def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:

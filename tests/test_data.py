@@ -165,6 +165,16 @@ def test_held_out_documents(tmp_path):
     )
 
 
+def test_one_saved_folder_for_training_and_evaluation(tmp_path):
+    import datasets
+
+    splits = {split: datasets.Dataset.from_dict({"text": [f"{split} {i}" for i in range(4)]}) for split in ("train", "validation")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    data = prepare(tmp_path, train_file=[tmp_path / "saved"], validation_file=[tmp_path / "saved"], packing="none")
+    assert texts_of(data.train, byte_tokenizer()) == [f"train {i}</s>" for i in range(4)]
+    assert texts_of(data.evaluation, byte_tokenizer()) == [f"validation {i}</s>" for i in range(4)]
+
+
 def test_sample_limits(tmp_path):
     path = corpus(tmp_path / "a.jsonl", 100)
     data = prepare(tmp_path, train_file=[path], packing="none", max_train_samples=5, max_eval_samples=2, validation_split_percentage=20)

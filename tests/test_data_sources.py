@@ -23,7 +23,7 @@ def read(tmp_path, files, entries=None, **options):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     reader = FileReader(**options)
-    rows = list(reader.rows(expand([str(tmp_path / entry) for entry in (entries or files)], "--train_file")))
+    rows = list(reader.rows(expand([str(tmp_path / entry) for entry in (entries or files)], reader.key)))
     return rows, reader
 
 
@@ -140,6 +140,12 @@ def test_tables(tmp_path):
     for name in ("t.parquet", "saved", "saved/data-00000-of-00001.arrow", "dict"):
         assert [row.values for row in read(tmp_path, {}, [name])[0]] == expected, name
     assert texts(read(tmp_path, {}, ["dict"], key="--validation_file")[0]) == ["b"]
+    datasets.DatasetDict({"part": table, "test": table.select([1])}).save_to_disk(tmp_path / "odd")
+    assert texts(read(tmp_path, {}, ["odd"], key="--validation_file")[0]) == ["b"]
+    with pytest.raises(UserError, match=r"odd has no split train, but part, test -> give one: .*/odd/part"):
+        read(tmp_path, {}, ["odd"])
+    datasets.DatasetDict({"part": table}).save_to_disk(tmp_path / "one")
+    assert texts(read(tmp_path, {}, ["one"])[0]) == ["a", "b"]
     assert [row.values for row in read(tmp_path, {"a.tsv": "text\tn\nq\t1\n"})[0]] == [{"text": "q", "n": "1"}]
 
 
