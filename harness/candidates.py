@@ -221,12 +221,15 @@ def _buffers(measured: Measured, run: RunShape, given: MemorySettings, pins: set
 
 def pareto(candidates: Iterable[Candidate], figure: Figure = "high") -> list[Candidate]:
     """Those that no other beats in both memory and time, fastest first; among equals the one that leaves more settings alone."""
+    candidates = list(candidates)
     ladder: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.time.total_s, c.need_bytes(figure))):
         # A rung must be worth its step: 3 % less memory at least.
         if not ladder or candidate.need_bytes(figure) < 0.97 * ladder[-1].need_bytes(figure):
             ladder.append(candidate)
-    return ladder
+    # But the smallest of all is the last resort, however little it saves.
+    ordered = sorted(candidates, key=lambda c: (c.need_bytes(figure), c.time.total_s))
+    return ladder + [c for c in ordered[:1] if c.need_bytes(figure) < ladder[-1].need_bytes(figure)]
 
 
 def plan_engine(

@@ -279,7 +279,9 @@ def next_settings(
     open_rungs = [rung for rung in rungs if rung.settings != current and allowed(rung.settings)]
     if now is None:
         return next((rung.settings for rung in open_rungs if is_lower(rung.settings, current)), None)
-    smaller = [rung for rung in open_rungs if rung.need_bytes is not None and rung.need_bytes < WORTH_A_STEP * now]
+    smaller = [rung for rung in open_rungs if rung.need_bytes is not None and rung.need_bytes < now]
+    # A small step is better than none.
+    smaller = [rung for rung in smaller if (rung.need_bytes or 0.0) < WORTH_A_STEP * now] or smaller
     if seen is not None and seen.limit_bytes:
         factor = correction(now, seen)
         fitting = [rung for rung in smaller if (rung.need_bytes or 0.0) * factor <= seen.limit_bytes]

@@ -177,6 +177,14 @@ def test_a_computed_ladder_ends_whatever_is_seen(limit_gib: float | None) -> Non
     assert taken[-1] == 20 * GIB
 
 
+def test_a_small_step_is_better_than_none() -> None:
+    close = [rung(100, 1.0), rung(99, 1.1, 4), rung(98.5, 1.2, 2)]
+    assert next_settings(close, close[0].settings) == close[1].settings
+    assert next_settings(close, close[1].settings) == close[2].settings
+    assert next_settings([*close, rung(50, 1.3, 1)], close[0].settings).micro_batch_size == 1  # type: ignore[union-attr]
+    assert next_settings(close, close[0].settings, SeenMemory(limit_bytes=80 * GIB)) == close[2].settings
+
+
 def test_only_what_is_allowed_is_taken() -> None:
     """An engine that cannot change checkpointing goes on to the next rung that leaves it alone."""
     following = next_settings(COMPUTED, COMPUTED[0].settings, None, lambda settings: settings.activation_checkpointing != "none")

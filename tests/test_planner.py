@@ -202,8 +202,8 @@ def test_nothing_beats_a_rung(costs: list[tuple[int, int]]) -> None:
     ladder = pareto(points)  # type: ignore[arg-type,var-annotated]
     for rung in ladder:
         assert not any(p.time.total_s <= rung.time.total_s and p.need < rung.need_bytes("high") for p in points)
-    # Whatever fits at all fits with the last rung, but for the 3 % under which a step is not worth its name.
-    assert ladder[-1].need_bytes("high") * 0.97 <= min(point.need for point in points)
+    # Whatever fits at all fits with the last rung.
+    assert ladder[-1].need_bytes("high") == min(point.need for point in points)
 
 
 def test_expected_figure_lets_in_what_the_high_one_keeps_out() -> None:
