@@ -1,11 +1,11 @@
 """Tokenising a corpus: this harness against `datasets.map` with the same tokenizer alone.
 
-    python benchmarks/data_preparation.py --megabytes 1000 --num_workers 2
+    python benchmarks/data_preparation.py --megabytes 10 100 1000 --num_workers 2
 
 The corpus is the Python standard library's sources, over and over, every document with a number of its own; the tokenizer is a
 byte-level BPE of 16,384 tokens trained on them. Every contestant runs in a process of its own; its memory is what its processes hold
 beyond shared and file-backed pages (USS), sampled every half second. Beside the wall time stands the
-processor time of all its processes, which a busy machine changes less.
+processor time of all its processes, which a busy machine changes less. The table goes to `results/data_preparation.md` and `.json`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+NAMES = {"harness": "harness", "map": "datasets.map"}
 sys.path[0] = str(ROOT)
 
 
@@ -118,33 +119,102 @@ def measure(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
     return {"wall_s": time.monotonic() - begin, "cpu_s": cpu_s, "tokens": int(output.split()[-1]), "peak_uss_mib": peak / 2**20}
 
 
+def run_size(megabytes: int, contestants: list[str], num_workers: int) -> list[dict[str, Any]]:
+    """One corpus, all contestants one after another. Returns a row for each."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        num_documents = write_corpus(work / "corpus.jsonl", megabytes * 10**6)
+        train_tokenizer(work / "tokenizer")
+        num_bytes = (work / "corpus.jsonl").stat().st_size
+        for name in contestants:
+            command = [sys.executable, __file__, "--only", name, "--work", str(work), "--num_workers", str(num_workers)]
+            load = os.getloadavg()[0]
+            result = measure(command, os.environ | {"PYTHONPATH": str(ROOT)})
+            rows.append({"contestant": name, "num_bytes": num_bytes, "num_documents": num_documents, "load_before": load, **result})
+            print(table(rows[-1:])[-1], flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of Markdown."""
+    lines = [
+        "| contestant | MB | documents | tokens | wall s | M tokens/s | processor s | M tokens per processor second | peak memory MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        tokens, wall_s, cpu_s = row["tokens"], row["wall_s"], row["cpu_s"]
+        lines.append(
+            f"| {NAMES[row['contestant']]} | {row['num_bytes'] / 1e6:,.0f} | {row['num_documents']:,} | {tokens:,} | {wall_s:,.1f} "
+            f"| {tokens / wall_s / 1e6:.2f} | {cpu_s:,.1f} | {tokens / cpu_s / 1e6:.3f} | {row['peak_uss_mib']:,.0f} |"
+        )
+    return lines
+
+
+def comparison(rows: list[dict[str, Any]]) -> list[str]:
+    """Two lines on what the table shows: speed side by side at the largest corpus that both did, and how memory grows."""
+
+    def last(name: str, num_bytes: int | None = None) -> dict[str, Any] | None:
+        return next((row for row in rows[::-1] if row["contestant"] == name and num_bytes in (None, row["num_bytes"])), None)
+
+    ours, lines = [row for row in rows if row["contestant"] == "harness"], []
+    other = last("map")
+    same = last("harness", other["num_bytes"]) if other else None
+    if other and same:
+        ratio = same["tokens"] / same["cpu_s"] / (other["tokens"] / other["cpu_s"])
+        lines.append(f"- {other['num_bytes'] / 1e6:,.0f} MB: {ratio:.2f} times the tokens of `datasets.map` per second of processor time.")
+    if other and ours and ours[-1]["num_bytes"] > other["num_bytes"]:
+        lines.append(f"- `datasets.map` was not run to its end beyond {other['num_bytes'] / 1e6:,.0f} MB.")
+    peaks = ", ".join(f"{row['peak_uss_mib']:,.0f} MiB at {row['num_bytes'] / 1e6:,.0f} MB" for row in ours)
+    return [*lines, f"- Peak memory of the harness: {peaks}.", ""]
+
+
+def write_results(folder: Path, rows: list[dict[str, Any]], num_workers: int) -> None:
+    """The rows as JSON and as a page."""
+    from importlib.metadata import version
+
+    facts = {
+        "num_cores": len(os.sched_getaffinity(0)),
+        "num_workers": num_workers,
+        "packages": {name: version(name) for name in ("datasets", "tokenizers", "transformers")},
+        "rows": rows,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "data_preparation.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    loads = ", ".join("not noted" if row["load_before"] is None else f"{row['load_before']:.1f}" for row in rows)
+    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
+    page = [
+        "# Preparation of data",
+        "",
+        f"`python benchmarks/data_preparation.py`, {num_workers} workers on {facts['num_cores']} cores, {packages}. The harness reads, "
+        "tokenises, stores and packs (block_size 1024); `datasets.map` reads and tokenises alone. Load of the machine before each row: "
+        f"{loads}; where others were at work the processor time is what can be compared. Memory: unshared pages of all processes.",
+        "",
+        *table(rows),
+        "",
+        *comparison(rows),
+    ]
+    (folder / "data_preparation.md").write_text("\n".join(page), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1000)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--num_workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--contestants", nargs="+", default=["harness", "map"], choices=["harness", "map"])
+    parser.add_argument("--map_at_most", type=int, help="largest corpus for datasets.map, MB; default: all")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the table")
     parser.add_argument("--only", choices=["harness", "map"], help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.only:
         print({"harness": run_harness, "map": run_map}[args.only](args.work, args.num_workers))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        num_documents = write_corpus(work / "corpus.jsonl", args.megabytes * 10**6)
-        train_tokenizer(work / "tokenizer")
-        num_bytes = (work / "corpus.jsonl").stat().st_size
-        print(f"{num_documents:,} documents, {num_bytes / 1e6:,.0f} MB, {args.num_workers} workers, load {os.getloadavg()[0]:.1f}")
-        for name in args.contestants:
-            command = [sys.executable, __file__, "--only", name, "--work", str(work), "--num_workers", str(args.num_workers)]
-            result = measure(command, os.environ | {"PYTHONPATH": str(ROOT)})
-            tokens, wall_s, cpu_s = result["tokens"], result["wall_s"], result["cpu_s"]
-            print(
-                f"{name:<8} {tokens:,} tokens in {wall_s:.1f} s: {tokens / wall_s / 1e6:.2f} M tokens/s, "
-                f"{num_bytes / wall_s / 1e6:.1f} MB/s, {tokens / cpu_s / 1e6:.3f} M tokens per second of processor time, "
-                f"peak {result['peak_uss_mib']:,.0f} MiB",
-                flush=True,
-            )
+    rows: list[dict[str, Any]] = []
+    for megabytes in args.megabytes:
+        too_large = args.map_at_most is not None and megabytes > args.map_at_most
+        rows += run_size(megabytes, [name for name in args.contestants if name != "map" or not too_large], args.num_workers)
+        write_results(args.results, rows, args.num_workers)
 
 
 if __name__ == "__main__":
