@@ -313,6 +313,7 @@ def _trainer(
             "max_steps": plan.max_steps,
             "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
             "data_seed": args.train.seed if args.train.data_seed is None else args.train.data_seed,
+            "data_order": f"{args.data.train_sampling_strategy}{', last step dropped' if args.data.dataloader_drop_last else ''}",
             **facts,
             "packages": run_folder.environment()["packages"],
         },

@@ -82,6 +82,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
         )
     if "data_seed" in both:
         say("error", f"the order of samples has changed: seed {saved['data_seed']} -> {now['data_seed']}", f"keep the seed{force}")
+    if "data_order" in both:
+        say("error", f"the order of samples has changed: {saved['data_order']} -> {now['data_order']}", f"keep the data's options{force}")
     if "precision" in both:
         say("error", f"precision {saved['precision']} -> {now['precision']}", f"use --precision {saved['precision']}{force}")
     if "model_config" in both:

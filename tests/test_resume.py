@@ -27,6 +27,7 @@ RUN: dict[str, Any] = {
     "max_steps": 300,
     "data_fingerprint": "abc",
     "data_seed": 42,
+    "data_order": "random",
     "precision": "bf16",
     "model_config": {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}},
     "template": {"zero_optimization": {"stage": 3, "sub_group_size": 1000}, "gradient_clipping": 1.0},
@@ -49,6 +50,7 @@ DIFFERENCES = [
     ("global_batch_size", 16, "error", "the checkpoint had 32 samples per step, this run has 16"),
     ("data_fingerprint", "abd", "error", "the training data or its preparation has changed"),
     ("data_seed", 7, "error", "the order of samples has changed: seed 42 -> 7"),
+    ("data_order", "sequential", "error", "the order of samples has changed: random -> sequential"),
     ("precision", "fp32", "error", "precision bf16 -> fp32"),
     (
         "model_config.rope_parameters.rope_theta",
