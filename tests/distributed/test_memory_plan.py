@@ -1,4 +1,7 @@
-"""A run on two gloo ranks that starts where the memory planner says, and one that only hears it: same samples, same losses."""
+"""A run on two gloo ranks that starts where the memory planner says and steps down its ladder, and one that only hears the plan.
+
+Same samples, same losses.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.launching import Result, run_launcher
+from tests.launching import ROOT, Result, run_launcher
 
+WORKER = ROOT / "tests" / "distributed" / "oom_worker.py"
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -22,7 +26,7 @@ CONFIG = {
 }
 
 
-def run(folder: Path, name: str, num_processes: int, **flags: Any) -> Result:
+def run(folder: Path, name: str, num_processes: int, injected: str = "", **flags: Any) -> Result:
     values = {
         "config_name": folder / "config.json",
         "tokenizer_name": "bytes",
@@ -39,14 +43,16 @@ def run(folder: Path, name: str, num_processes: int, **flags: Any) -> Result:
         **flags,
     }
     tokens = [token for key, value in values.items() for token in (f"--{key}", str(value))]
-    environ = {"HARNESS_CACHE": str(folder / "harness")}
-    return run_launcher("torchrun" if num_processes > 1 else "python", num_processes, tokens, extra_env=environ)  # type: ignore[arg-type]
+    # Without guards only what the same processes can take is on the ladder.
+    environ = {"HARNESS_CACHE": str(folder / "harness"), "HARNESS_TEST_OOM": injected, "HARNESS_NO_GUARD": "1"}
+    kind = "torchrun" if num_processes > 1 else "python"
+    return run_launcher(kind, num_processes, tokens, script=WORKER, extra_env=environ)  # type: ignore[arg-type]
 
 
 def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(300)))
-    planned = run(tmp_path, "planned", 2, fsdp="full_shard")
+    planned = run(tmp_path, "planned", 2, "backward:1:3", fsdp="full_shard")  # the dry run is over by then
     assert planned.returncode == 0, planned.stdout
     plan = json.loads((tmp_path / "planned/plan.json").read_text())
     settings = plan["chosen"]["settings"]
@@ -56,14 +62,17 @@ def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
     assert plan["changed"] == []
     assert plan["closed_forms"] == []
     assert "memory plan for fsdp on 2 x a card (1.500 GiB): start with" in planned.stdout
-    assert {row["micro_batch_size"] for row in planned.rows} == {settings["micro_batch_size"]}
-    # The ladder is there before anything has gone wrong, with what each rung was predicted to need.
+    # The ladder has what each rung was predicted to need; without a limit seen, the fastest that needs less was next.
     ladder = json.loads((tmp_path / "planned/ladder.json").read_text())
-    assert (ladder["steps_down"], ladder["now"]) == ([], settings)
-    needs = [rung["need_bytes"] for rung in ladder["ladder"]]
-    assert needs[0] == plan["chosen"]["estimate"]["expected_bytes"]
-    assert len(needs) > 1
-    assert all(need < needs[0] for need in needs[1:])
+    rungs = ladder["ladder"]
+    assert rungs[0] == {**settings, **{name: rungs[0][name] for name in ("need_bytes", "step_time_s", "host_bytes")}}
+    assert rungs[0]["need_bytes"] == plan["chosen"]["estimate"]["expected_bytes"]
+    assert all(rung["need_bytes"] < rungs[0]["need_bytes"] for rung in rungs[1:])
+    (step,) = ladder["steps_down"]
+    assert (step["phase"], step["rank"], step["way"], step["requested_gib"]) == ("step", 1, "redo", 2.0)
+    below = [rung for rung in rungs[1:] if rung["need_bytes"] < 0.97 * rungs[0]["need_bytes"]] or rungs[1:]
+    assert {name: below[0][name] for name in ladder["now"]} == ladder["now"] != settings
+    assert planned.rows[-1]["micro_batch_size"] == ladder["now"]["micro_batch_size"]
 
     heard = run(tmp_path, "heard", 1, auto_memory="suggest", per_device_train_batch_size=16)
     assert heard.returncode == 0, heard.stdout
