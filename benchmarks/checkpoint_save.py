@@ -70,6 +70,7 @@ def run(engine: str, mode: str, num_gpus: int, folder: Path, port: int, timeout_
     command += ["--train_file", str(Path(os.__file__).parent / "*.py"), "--block_size", "1024", "--validation_split_percentage", "0"]
     command += ["--per_device_train_batch_size", "1", "--max_steps", "12", "--save_steps", "4", "--save_total_limit", "1"]
     command += ["--save_final", "False", "--logging_steps", "1", "--precision", "bf16", "--activation_checkpointing", "full"]
+    command += ["--torch_compile", "False", "--auto_memory", "off"]  # neither changes what a save does
     command += ["--data_cache_dir", str(folder / "cache"), "--output_dir", str(output), "--auto_memory", "off", *ENGINES[engine]]
     log = folder / f"{engine}-{mode}.log"
     with open(log, "w", encoding="utf-8") as file:
@@ -110,6 +111,10 @@ def main() -> int:
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--timeout_s", type=float, default=240)
     options = parser.parse_args()
+    import torch
+
+    from benchmarks.main_job import SHAPE_1B
+
     wanted = set(filter(None, options.only.split(",")))
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-save-"))
     results: list[dict[str, Any]] = []
@@ -119,7 +124,9 @@ def main() -> int:
                 continue
             results.append(run(engine, mode, options.num_gpus, folder, 29700 + len(results), options.timeout_s))
             print(json.dumps(results[-1]), flush=True)
-            Path(options.output).write_text(json.dumps({"command": " ".join(sys.argv), "results": results}, indent=1))
+            facts = {"command": " ".join(sys.argv), "card": torch.cuda.get_device_name(0), "num_gpus": options.num_gpus}
+            facts |= {"torch": torch.__version__, "shape": SHAPE_1B}
+            Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
     print(f"{'engine':8s} {'mode':16s} {'code':>7s} {'GiB':>6s} {'step s':>7s}  stood still for each save, s | complete after, s")
     for row in results:
         print(

@@ -3,15 +3,16 @@
     python benchmarks/memory_prediction.py --output benchmarks/results/memory_prediction.json [--num_gpus 2] [--only ddp] [--budget_s 560]
 
 Every row trains a model from scratch for 3 steps; "allocated" is torch.cuda.max_memory_allocated of the worst rank (from metrics.jsonl),
-"used" is the highest figure NVML shows for a card while the run lasts (what mem_get_info calls used). Rows whose high figure does not fit
-are not started; a started row that runs out of memory is an error of the planner's. Rows that --output already holds are not run again,
-so one file can be filled by several calls. Prints a table last.
+"used" is the most memory of one card that NVML shows for the run's processes. Runs go side by side (--jobs) while their high figures fit
+on the cards together. Rows whose high figure does not fit are not started; a started row that runs out of memory is an error of the
+planner's. Rows that --output already holds are not run again, so one file can be filled by several calls. Prints a table last.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ class Row:
     isolated: bool = False
     lora_r: int | None = None
     template: str = ""
+    compiled: bool = False
 
     @property
     def settings(self) -> MemorySettings:
@@ -139,6 +142,8 @@ def rows() -> list[Row]:
         Row("fsdp-3b-accumulation", "3b", "fsdp", 1, selective, accumulation=3, template="full_shard"),
         Row("fsdp-qwen-selective", "qwen", "fsdp", 4, selective, template="full_shard"),
         Row("fsdp-moe-full", "moe", "fsdp", 4, full, template="full_shard"),
+        Row("fsdp-1b-compiled", "1b", "fsdp", 4, template="full_shard", compiled=True),
+        Row("fsdp-1b-full-compiled", "1b", "fsdp", 4, full, template="full_shard", compiled=True),
         Row("fsdp-8b-lora", "8b", "fsdp", 2, full, lora_r=16, template="full_shard"),
         Row("zero2-1b", "1b", "zero2", 4, template="zero2"),
         Row("zero2-1b-full", "1b", "zero2", 8, full, template="zero2"),
@@ -182,6 +187,7 @@ def command(row: Row, num_gpus: int, output: Path, cache: Path) -> list[str]:
         *("--block_size", str(row.block), "--per_device_train_batch_size", str(row.micro), "--max_steps", "3", "--logging_steps", "1"),
         *("--gradient_accumulation_steps", str(row.accumulation), "--activation_checkpointing", row.mode),
         *("--loss_chunk_size", str(row.chunk), "--document_isolation", str(row.isolated), "--use_liger_kernel", "False"),
+        *("--torch_compile", str(row.compiled), "--auto_memory", "off"),
         *("--precision", "bf16", "--attn_implementation", "sdpa", "--save_strategy", "no", "--save_final", "False"),
         *("--validation_split_percentage", "0", "--data_cache_dir", str(cache), "--output_dir", str(output), "--auto_memory", "off"),
         *(("--lora_r", str(row.lora_r)) if row.lora_r else ()),
@@ -189,27 +195,53 @@ def command(row: Row, num_gpus: int, output: Path, cache: Path) -> list[str]:
 
 
 class CardWatch(threading.Thread):
-    """The highest memory that NVML shows on any card between start and `stop()`, bytes; 0 without NVML."""
+    """The most memory of one card that NVML shows for the descendants of a process, until `stop()`, bytes; 0 without NVML."""
 
-    def __init__(self, num_gpus: int) -> None:
+    def __init__(self, num_gpus: int, process_id: int) -> None:
         super().__init__(daemon=True)
-        self.num_gpus, self.peak_bytes, self._over = num_gpus, 0, threading.Event()
+        self.num_gpus, self.process_id, self.peak_bytes, self._over = num_gpus, process_id, 0, threading.Event()
 
     def run(self) -> None:
         try:
+            import psutil
             import pynvml
 
             pynvml.nvmlInit()
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(self.num_gpus)]
-        except Exception:  # no NVML: the column stays empty
+            parent = psutil.Process(self.process_id)
+            while not self._over.wait(0.1):
+                own = {child.pid for child in parent.children(recursive=True)} | {self.process_id}
+                for handle in handles:
+                    shown = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+                    used = sum(int(process.usedGpuMemory or 0) for process in shown if process.pid in own)
+                    self.peak_bytes = max(self.peak_bytes, used)
+        except Exception:  # no NVML, or the run has ended: the column keeps what was seen
             return
-        while not self._over.wait(0.05):
-            self.peak_bytes = max(self.peak_bytes, *(int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles))
 
     def stop(self) -> int:
         self._over.set()
         self.join()
         return self.peak_bytes
+
+
+class Space:
+    """Shares one card's memory among runs side by side: each waits until its high figure is free."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes_at_start = self.free_bytes = free_bytes
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def taken(self, num_bytes: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: self.free_bytes >= num_bytes)
+            self.free_bytes -= num_bytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.free_bytes += num_bytes
+                self._changed.notify_all()
 
 
 def predictions(table: list[Row], num_gpus: int, workers: int) -> dict[str, Any]:
@@ -234,8 +266,6 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
     environment = dict(os.environ, OMP_NUM_THREADS="4")
     if num_gpus == 1:
         environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
-    watch = CardWatch(num_gpus)
-    watch.start()
     started = time.monotonic()
     with open(log_path, "w", encoding="utf-8") as log:
         process = subprocess.Popen(
@@ -247,6 +277,8 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
             cwd=ROOT,
             start_new_session=True,
         )
+        watch = CardWatch(num_gpus, process.pid)
+        watch.start()
         try:
             code: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -322,11 +354,14 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--num_gpus", type=int, help="default: all of this machine")
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--timeout_s", type=float, default=180, help="for one run")
     parser.add_argument("--budget_s", type=float, default=1e9, help="no run is started after this many seconds")
     parser.add_argument("--predict_only", action="store_true", help="print the predictions and start nothing")
     options = parser.parse_args()
     started = time.monotonic()
+    import torch
+
     machine = detect_machine()
     num_gpus = options.num_gpus or len(machine.gpus) or 1
     if not machine.gpus and not options.predict_only:
@@ -340,27 +375,35 @@ def main() -> int:
     done = {row["name"] for row in results}
     todo = [row for row in table if row.name not in done]
     predicted = predictions(todo, num_gpus, max(1, machine.num_cpus // 2))
-    capacity = machine.min_gpu_memory_bytes
-    facts = {"cards": [gpu.name for gpu in machine.gpus], "command": " ".join(sys.argv)}
+    facts = {"cards": [gpu.name for gpu in machine.gpus], "torch": torch.__version__, "command": " ".join(sys.argv)}
     folder = Path(tempfile.mkdtemp(prefix="memory-prediction-"))
+    space = Space(machine.min_gpu_memory_bytes)
+
+    def one(row: Row) -> dict[str, Any] | None:
+        candidate = predicted[row.name]
+        if isinstance(candidate, Exception):
+            return {"name": row.name, "code": "no plan", "reason": str(candidate)[:300]}
+        result: dict[str, Any] = {"name": row.name, "code": "-", "allocated_gib": 0.0, "used_gib": 0.0}
+        high_bytes = int(candidate.estimate.high_bytes)
+        if high_bytes > space.free_bytes_at_start or candidate.estimate.host_bytes > machine.host_memory_bytes:
+            result["code"] = "too big"
+        elif not options.predict_only:
+            with space.taken(high_bytes):
+                if time.monotonic() - started > options.budget_s:
+                    return None
+                result = run_row(row, num_gpus, folder, options.timeout_s)
+        return with_prediction(result, candidate, num_gpus)
+
     try:
-        for row in todo:
-            candidate = predicted[row.name]
-            if isinstance(candidate, Exception):
-                result: dict[str, Any] = {"name": row.name, "code": "no plan", "reason": str(candidate)[:300]}
-            elif options.predict_only:
-                result = with_prediction({"name": row.name, "code": "-", "allocated_gib": 0.0, "used_gib": 0.0}, candidate, num_gpus)
-            elif candidate.estimate.high_bytes > capacity or candidate.estimate.host_bytes > machine.host_memory_bytes:
-                result = with_prediction({"name": row.name, "code": "too big", "allocated_gib": 0.0, "used_gib": 0.0}, candidate, num_gpus)
-            elif time.monotonic() - started > options.budget_s:
-                continue
-            else:
-                result = with_prediction(run_row(row, num_gpus, folder, options.timeout_s), candidate, num_gpus)
-            results.append({**result, "num_gpus": num_gpus})
-            print(json.dumps({key: value for key, value in result.items() if key != "tail"}), flush=True)
-            if not options.predict_only:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                options.output.write_text(json.dumps({"facts": facts, "results": [*others, *results]}, indent=1), encoding="utf-8")
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            for done_row in concurrent.futures.as_completed([pool.submit(one, row) for row in todo]):
+                if (result := done_row.result()) is None:
+                    continue
+                results.append({**result, "num_gpus": num_gpus})
+                print(json.dumps({key: value for key, value in result.items() if key != "tail"}), flush=True)
+                if not options.predict_only:
+                    options.output.parent.mkdir(parents=True, exist_ok=True)
+                    options.output.write_text(json.dumps({"facts": facts, "results": [*others, *results]}, indent=1), encoding="utf-8")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(table_text(results))

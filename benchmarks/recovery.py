@@ -128,6 +128,7 @@ def main() -> int:
     parser.add_argument("--output", required=True)
     parser.add_argument("--num_gpus", type=int, default=None)
     parser.add_argument("--only", default="fsdp,zero3,ddp")
+    parser.add_argument("--cases", default="", help="ends of the cases' names, separated by commas; default: all")
     parser.add_argument("--timeout_s", type=float, default=150)
     options = parser.parse_args()
     import torch
@@ -148,6 +149,8 @@ def main() -> int:
         if name == "zero3":
             cases.append(("zero3-relaunch", 4, 6, -0.5, ["--oom_ladder", "optimizer_offload"]))
         for case, micro, limit_at, share, more in cases:
+            if options.cases and not case.endswith(tuple(options.cases.split(","))):
+                continue
             port += 1
             results.append(run(case, [*engines[name], *more], micro, limit_at, share, num_gpus, folder, port, options.timeout_s))
             print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
