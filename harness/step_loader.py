@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -233,7 +235,7 @@ class StepLoader:
             prefetch_factor=self.prefetch,
             collate_fn=_identity,
         )
-        iterator = iter(steps)
+        iterator = _iterate(steps)
         while True:
             try:
                 batch = next(iterator)
@@ -261,6 +263,20 @@ class _Steps:
 
     def __getitem__(self, index: int) -> StepBatch:
         return self.loader.step(index)
+
+
+def _iterate(loader: Any) -> Iterator[StepBatch]:
+    """Starts a DataLoader's workers without torch's signal handler.
+
+    That one raises a worker's death wherever the main thread is at this moment, perhaps in the middle of a collective that the other ranks
+    wait in. Without it the death shows when the next batch is asked for, at most 5 s later.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    handler = signal.getsignal(signal.SIGCHLD)
+    iterator = iter(loader)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if handler is None else handler)
+    return iterator
 
 
 def _identity(batch: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -292,6 +295,19 @@ def test_a_worker_that_fails_gives_one_message_with_its_cause(die, message):
         list(loader.prefetching(0, 4))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+def test_a_worker_that_is_killed_does_not_interrupt_the_step_that_runs():
+    data = sample_list([3] * 400)
+    steps = StepLoader(data, global_batch_size=2, num_processes=1, process_index=0, seed=0, num_workers=1).prefetching(0, 200)
+    next(steps)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join()
+    for _ in range(1000):  # a step: a signal's handler would raise in here
+        np.arange(1000).sum()
+    with pytest.raises(RuntimeError, match=r"worker died: .*host memory"):
+        list(steps)
 
 
 def test_steps_of_like_lengths():
