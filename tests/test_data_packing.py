@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -303,9 +304,7 @@ def test_a_worker_that_is_killed_does_not_interrupt_the_step_that_runs():
     next(steps)
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid, signal.SIGKILL)
-    worker.join()
-    for _ in range(1000):  # a step: a signal's handler would raise in here
-        np.arange(1000).sum()
+    time.sleep(0.5)  # a step: a signal's handler would raise in here
     with pytest.raises(RuntimeError, match=r"worker died: .*host memory"):
         list(steps)
 
