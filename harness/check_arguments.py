@@ -210,6 +210,10 @@ def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
             yield Finding("error", "--attn_implementation", f"{attention} needs the package flash-attn", fix)
     elif attention == "flash_attention":
         yield Finding("error", "--attn_implementation", "flash_attention is not known", "did you mean flash_attention_2?")
+    if model.torch_compile and model.no_custom_kernels:
+        yield Finding("error", "--torch_compile", "and --no_custom_kernels contradict each other", "keep one")
+    if model.torch_compile_backend and model.torch_compile is False:
+        yield Finding("error", "--torch_compile_backend", "has no effect with --torch_compile False", "keep one")
     if model.use_liger_kernel:
         if model.no_custom_kernels:
             yield Finding("error", "--use_liger_kernel", "and --no_custom_kernels contradict each other", "keep one")
@@ -390,5 +394,30 @@ def _no_effect_findings(args: Arguments, engine: str) -> Iterator[Finding]:
     for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb"):
         if name in args.typed and engine != "ddp":
             yield Finding("info", f"--{name}", f"has no effect with the {engine} engine", "remove it")
+    if "gpu_memory" in args.typed and engine == "device_map":
+        yield Finding("warning", "--gpu_memory", "has no effect on a device map", f"--max_memory {args.train.gpu_memory}")
     if "nvme_path" in args.typed and engine != "zero":
         yield Finding("warning", "--nvme_path", f"has no effect with the {engine} engine", "--deepspeed ds_configs/zero3_nvme.json")
+
+
+def kernel_findings(args: Arguments, engine: str) -> Iterator[Finding]:
+    """What of the fast paths the run's engine does not have.
+
+    Args:
+        engine: "ddp", "fsdp", "zero" or "device_map".
+    """
+    model, train = args.model, args.train
+    if model.fp8 != "no":
+        if model.no_custom_kernels:
+            yield Finding("error", "--fp8", "and --no_custom_kernels contradict each other", "keep one")
+        if engine != "fsdp":
+            yield Finding("error", "--fp8", f"is there under FSDP2, not with the engine {engine}", "add --fsdp full_shard, or leave it out")
+        if train.precision not in ("auto", "bf16"):
+            yield Finding("error", "--fp8", f"goes with bf16, not {train.precision}", "--precision bf16")
+        if args.lora.lora_r is not None:
+            yield Finding("error", "--fp8", "and adapters do not go together", "leave --fp8 or --lora_r out")
+    if train.reduce_dtype != "fp32" and engine != "fsdp":
+        fix = 'in the DeepSpeed JSON: "communication_data_type"' if engine == "zero" else "leave it out"
+        yield Finding("error", "--reduce_dtype", f"is there under FSDP2, not with the engine {engine}", fix)
+    if model.torch_compile and engine == "device_map":
+        yield Finding("error", "--torch_compile", "layers of a device map are not compiled", "leave it out")

@@ -112,13 +112,14 @@ def check(args: Arguments, train_dataset: Any = None) -> str:
     Raises:
         UserError: with all errors found.
     """
+    from harness.check_arguments import kernel_findings
     from harness.check_config import check_run
     from harness.templates import apply_launch_to_args
 
     num_processes = world_size_from_environment()
     findings = [*args.notes, *check_run(args, num_processes=num_processes, environ=os.environ)]
     engine, more = apply_launch_to_args(args, os.environ, num_processes)
-    findings = list(dict.fromkeys([*findings, *more]))
+    findings = list(dict.fromkeys([*findings, *more, *kernel_findings(args, engine)]))
     data = args.data
     if train_dataset is None and not (data.dataset_name or data.train_file or getattr(data, "dataset_mix", None)):
         findings.append(

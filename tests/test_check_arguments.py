@@ -108,6 +108,14 @@ ARGUMENT_RULES = [
         "--attn_implementation flash_attention",
         "--attn_implementation eager",
     ),
+    Rule("--torch_compile", "error", "contradict each other", "--torch_compile --no_custom_kernels", "--torch_compile"),
+    Rule(
+        "--torch_compile_backend",
+        "error",
+        "has no effect",
+        "--torch_compile False --torch_compile_backend inductor",
+        "--torch_compile_backend inductor",
+    ),
     Rule("--use_liger_kernel", "error", "contradict each other", "--use_liger_kernel --no_custom_kernels", "--no_custom_kernels"),
     Rule("--report_to", "error", "keep one of the two", "--report_to none tensorboard", "--report_to tensorboard"),
     Rule("--resume_from_checkpoint", "error", "does not exist", "--resume_from_checkpoint /no/such", "--resume_from_checkpoint auto"),
@@ -125,6 +133,13 @@ ARGUMENT_RULES = [
         "no effect with the fsdp engine",
         "--fsdp full_shard --ddp_bucket_cap_mb 50",
         "--ddp_bucket_cap_mb 50",
+    ),
+    Rule(
+        "--gpu_memory",
+        "warning",
+        "has no effect on a device map",
+        "--gpu_memory 20GiB --device_map dynamic",
+        "--gpu_memory 20GiB",
     ),
     Rule(
         "--nvme_path",
@@ -350,3 +365,26 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     limit.write_text("max\n")
     assert detect_machine({"CUDA_VISIBLE_DEVICES": ""}).host_memory_bytes > 1073741824 or os.environ.get("CI")
     assert Machine().supports_bf16 and not VOLTA.supports_bf16 and VOLTA.min_gpu_memory_bytes == 16 * GIB
+
+
+@pytest.mark.parametrize(
+    ("flags", "engine", "expected"),
+    [
+        ("--fp8 tensorwise", "fsdp", []),
+        ("--fp8 rowwise --bf16", "fsdp", []),
+        ("--fp8 tensorwise", "zero", ["--fp8: is there under FSDP2, not with the engine zero"]),
+        ("--fp8 tensorwise --no_custom_kernels", "fsdp", ["--fp8: and --no_custom_kernels contradict each other"]),
+        ("--fp8 tensorwise --fp16", "fsdp", ["--fp8: goes with bf16, not fp16"]),
+        ("--fp8 tensorwise --lora_r 8", "fsdp", ["--fp8: and adapters do not go together"]),
+        ("--reduce_dtype bf16", "fsdp", []),
+        ("--reduce_dtype bf16", "ddp", ["--reduce_dtype: is there under FSDP2, not with the engine ddp"]),
+        ("--torch_compile", "device_map", ["--torch_compile: layers of a device map are not compiled"]),
+        ("--torch_compile", "zero", []),
+    ],
+)
+def test_fast_paths_that_an_engine_lacks_are_refused(flags: str, engine: str, expected: list[str]) -> None:
+    from harness.args import parse_args
+    from harness.check_arguments import kernel_findings
+
+    args = parse_args(["--model_name_or_path", "gpt2", "--output_dir", "out", *flags.split()])
+    assert [f"{finding.key}: {finding.message}" for finding in kernel_findings(args, engine)] == expected

@@ -39,11 +39,12 @@ class Injector:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
 
 
-def hook_model(module: Any, injector: Injector) -> None:
-    """Forward, recompute and backward of the second block."""
+def hook_model(module: Any, injector: Injector, compiled: bool) -> None:
+    """Forward, recompute and backward of the second block; of a compiled one from outside, where the recompute is not seen."""
     from harness.modeling import layer_units
 
     block = layer_units(module)[1][1]
+    inside = block if compiled else block.mlp
 
     def forward(*_: Any) -> None:
         # Under activation checkpointing the same module runs a second time, in backward.
@@ -54,8 +55,8 @@ def hook_model(module: Any, injector: Injector) -> None:
         else:
             injector.at("recompute")
 
-    block.mlp.register_forward_pre_hook(forward)
-    block.mlp.register_full_backward_hook(lambda *_: injector.at("backward"))
+    inside.register_forward_pre_hook(forward)
+    inside.register_full_backward_hook(lambda *_: injector.at("backward"))
 
 
 def wrap(owner: Any, name: str, place: str, injector: Injector) -> None:
@@ -81,7 +82,7 @@ def install(injector: Injector) -> None:
     def make_and_hook(*args: Any, **kwargs: Any) -> Any:
         recovery = make_recovery(*args, **kwargs)
         engine = recovery.engine
-        hook_model(engine.module, injector)
+        hook_model(engine.module, injector, getattr(getattr(engine, "blocks", None), "is_compiled", False))
         wrap(engine, "step", "update", injector)
         wrap(engine, "save", "save", injector)
         if engine.name == "ddp" and engine.check is not None:

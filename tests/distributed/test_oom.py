@@ -77,6 +77,11 @@ ENGINES: dict[str, tuple[str, int, list[str], str, list[tuple[str, str]]]] = {
         [(STEP, "gather-buffer"), (STEP, "backward"), (STEP, "reduce-buffer"), (STEP, "recompute"), (STEP, "forward"),
          ("evaluate", "evaluation")],
     ),
+    "fsdp compiled": (
+        "torchrun", 2, ["--fsdp", "full_shard", "--torch_compile", "--torch_compile_backend", "aot_eager"],
+        "gather-buffer:1:2 backward:0:4 reduce-buffer:1:9 forward:0:14 evaluation:1:2",
+        [(STEP, "gather-buffer"), (STEP, "backward"), (STEP, "reduce-buffer"), (STEP, "forward"), ("evaluate", "evaluation")],
+    ),
     "zero2": (
         "deepspeed", 2, ["--deepspeed", str(DS / "zero2.json")],
         "forward:1:1 backward:0:4 reduce-buffer:1:6 recompute:all:9 evaluation:1:2",
@@ -90,7 +95,7 @@ ENGINES: dict[str, tuple[str, int, list[str], str, list[tuple[str, str]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "compiled" in name else ()) for name in ENGINES])
 def test_the_run_goes_on_with_the_same_losses(name: str, job: dict[str, Any]) -> None:
     kind, num_processes, more, injected, places = ENGINES[name]
     result = run(job["folder"], name.replace(" ", "-"), kind, num_processes, more, injected)
