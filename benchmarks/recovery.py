@@ -129,7 +129,8 @@ def main() -> int:
     parser.add_argument("--num_gpus", type=int, default=None)
     parser.add_argument("--only", default="fsdp,zero3,ddp")
     parser.add_argument("--cases", default="", help="ends of the cases' names, separated by commas; default: all")
-    parser.add_argument("--timeout_s", type=float, default=150)
+    parser.add_argument("--more", default="", help="further flags of run_clm.py for every run, such as '--torch_compile False'")
+    parser.add_argument("--timeout_s", type=float, default=300)
     options = parser.parse_args()
     import torch
 
@@ -152,7 +153,9 @@ def main() -> int:
             if options.cases and not case.endswith(tuple(options.cases.split(","))):
                 continue
             port += 1
-            results.append(run(case, [*engines[name], *more], micro, limit_at, share, num_gpus, folder, port, options.timeout_s))
+            results.append(
+                run(case, [*engines[name], *more, *options.more.split()], micro, limit_at, share, num_gpus, folder, port, options.timeout_s)
+            )
             print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
             facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
