@@ -192,6 +192,7 @@ class TrainArguments:
     report_to: list[str] = _field(["none"], "tensorboard, wandb, mlflow, comet_ml, ... through accelerate's trackers; none.")
     run_name: Optional[str] = _field(None, "Name of the run in the trackers.")
     gpu_monitor_interval_s: float = _field(10.0, "Seconds between looks at the GPUs (use, memory, power, temperature); 0: none.")
+    profile_steps: Optional[str] = _field(None, "Record these optimizer steps, like 10-12, into profile/: traces and one page on the time.")
     disable_tqdm: Optional[bool] = _field(None, "No progress bar. Default: a bar only on a terminal.")
     debug: bool = _field(False, "Show tracebacks for wrong input too, and log at debug level.")
 
@@ -480,6 +481,17 @@ def _early_stopping_problems(train: TrainArguments, typed: frozenset[str]) -> li
     return found
 
 
+def _profile_problems(train: TrainArguments) -> list[Finding]:
+    if train.profile_steps is None:
+        return []
+    parts = train.profile_steps.split("-")
+    if len(parts) > 2 or not all(part.isdecimal() for part in parts) or not 1 <= int(parts[0]) <= int(parts[-1]):
+        return [Finding("error", "--profile_steps", f"must be steps like 10-12 or 10, not {train.profile_steps}", "the first step is 1")]
+    if 0 < train.max_steps < int(parts[-1]):
+        return [Finding("error", "--profile_steps", f"{train.profile_steps} is after the last step, {train.max_steps}", "earlier ones")]
+    return []
+
+
 def resolve(args: Arguments) -> Arguments:
     """Aliases become the one value that is used; contradictions and impossible values are errors, all at once.
 
@@ -567,6 +579,7 @@ def resolve(args: Arguments) -> Arguments:
     if train.deepspeed and train.fsdp:
         bad("deepspeed", "and --fsdp were both given", "keep one engine")
     problems += _early_stopping_problems(train, args.typed)
+    problems += _profile_problems(train)
     if train.load_best_model_at_end:
         if train.eval_strategy == "no":
             bad("load_best_model_at_end", "needs evaluations during training", "add --eval_strategy steps")

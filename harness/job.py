@@ -27,6 +27,7 @@ from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
 from harness.lora import check_first_update, export_adapter, untrained_flags
 from harness.metrics import METRICS_FILE, MetricsLog
+from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
 from harness.resume import config_facts, load_best, resume, template_facts
 from harness.snapshots import Snapshots
@@ -158,6 +159,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     trainer.recovery.current_step = lambda: trainer.state.step
     if start.ladder and start.host_relief == 0:
         trainer.snapshots = Snapshots(engine, coordinator, args.train.snapshot_steps, f"{engine.name} on {coordinator.num_processes}")
+    if args.train.profile_steps is not None:
+        trainer.profiler = StepProfiler(args.train.profile_steps, folder / "profile", coordinator.process_index, coordinator.device)
     with phase("resume"):
         resume(args, trainer, checkpointer, coordinator)
     if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):

@@ -19,6 +19,7 @@ from harness.coordination import Coordinator
 from harness.engines.base import Engine
 from harness.evaluation import Evaluator
 from harness.metrics import MetricsLog, StepMetrics
+from harness.profiling import StepProfiler
 from harness.recovery import Recovery
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
@@ -207,6 +208,7 @@ class Trainer:
         self.state = state or TrainState()
         self.first_update = first_update
         self.snapshots: Snapshots | None = None
+        self.profiler: StepProfiler | None = None
         self._skipped_before = 0
         self._bad_in_a_row = 0
         self._is_saved = True
@@ -220,12 +222,16 @@ class Trainer:
             self.recovery.run("evaluate", self.evaluator.run, self.state)
         self.watch.reset()
         while self.state.step < self.plan.max_steps and not self.stops_early():
+            if self.profiler is not None:
+                self.profiler.before(self.state.step + 1)
             batch = next(batches)
             counts = self._global_counts(batch)
             loss_sum = self.recovery.run("step", self._forward_backward, batch, counts[1])
             self.watch.learning_rate = self.engine.learning_rate()
             self.watch.grad_norm = self.recovery.run("update", self.engine.step)
             self._advance(batch, loss_sum, counts)
+            if self.profiler is not None:
+                self.profiler.after(self.state.step)
             if self.first_update is not None and self.watch.learning_rate > 0 and self.first_update():
                 self.first_update = None
             self._maybe_log(batch)
