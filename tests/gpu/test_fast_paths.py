@@ -1,0 +1,82 @@
+"""On a GPU: a step does not wait for the device under CUDA's own check, and compiled layers, loss and float8 train like plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+OVERRIDES = "hidden_size=256,intermediate_size=512,num_hidden_layers=4,num_attention_heads=8,num_key_value_heads=4"
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    from harness import coordination
+
+    coordinator = coordination.start(timeout_s=120)
+    yield coordinator
+    coordinator.close()
+
+
+def build(alone: Any, engine: str, *flags: str) -> Any:
+    from harness import modeling
+    from harness.args import parse_args
+    from harness.engines.build import build_engine, initial_settings, master_dtype
+
+    base = f"--model_type llama --config_overrides {OVERRIDES} --tokenizer_name bytes --train_file none --output_dir none --precision bf16"
+    args = parse_args([*base.split(), "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", *flags])
+    config = modeling.load_config(args.model)
+    empty = modeling.build_empty(args.model, config, modeling.load_tokenizer(args.model), dtype=master_dtype(engine, "bf16"), seed=0)
+    return build_engine(engine, args, alone, empty, initial_settings(args, engine), "bf16", 100)[0]
+
+
+def batch(number: int = 0) -> Any:
+    from harness.batches import make_sample, make_step_batch
+
+    ids = np.random.default_rng(number).integers(0, 259, (4, 256))
+    return make_step_batch([make_sample(row) for row in ids], 0.0, pin_memory=True)
+
+
+def losses(engine: Any, steps: int = 8) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(float(engine.forward_backward(batch(), 1020)) / 1020)
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize(("engine", "flags"), [("ddp", []), ("fsdp", ["--fsdp", "full_shard"])])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_a_step_never_waits(alone: Any, engine: str, flags: list[str], checkpointing: str) -> None:
+    made = build(alone, engine, "--activation_checkpointing", checkpointing, *flags)
+    for _ in range(3):
+        made.forward_backward(batch(), 1020)
+        made.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made.forward_backward(batch(1), 1020)
+        made.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_compiled_layers_train_like_plain_ones(alone: Any) -> None:
+    plain = losses(build(alone, "fsdp", "--fsdp", "full_shard", "--no_custom_kernels"))
+    compiled = build(alone, "fsdp", "--fsdp", "full_shard")
+    assert losses(compiled) == pytest.approx(plain, rel=5e-3)
+    assert compiled.blocks.is_compiled
+    assert plain[-1] < plain[0] - 0.1
+
+
+def test_float8_trains_like_bf16(alone: Any) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the card has no float8")
+    plain = losses(build(alone, "fsdp", "--fsdp", "full_shard"))
+    assert losses(build(alone, "fsdp", "--fsdp", "full_shard", "--fp8", "tensorwise")) == pytest.approx(plain, rel=3e-2)
