@@ -183,8 +183,11 @@ def command(system: str, folder: Path, device: str, port: int, num_ranks: int) -
         "output_dir": str(output),
         "auto": system == "trainer-auto-batch",
     }
-    yaml = ["--config_file", str(ROOT / "fsdp_configs" / "full_shard.yaml")] if device == "cuda" else ["--multi_gpu", "--cpu"]
-    return [sys.executable, "-m", "accelerate.commands.launch", *yaml, *common, __file__, "--trainer", json.dumps(options)]
+    yaml = ["--config_file", str(ROOT / "fsdp_configs" / "full_shard.yaml")]
+    start = [sys.executable, "-m", "accelerate.commands.launch", *yaml, *common]
+    if device == "cpu":
+        start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks), "--master_port", str(port)]
+    return [*start, __file__, "--trainer", json.dumps(options)]
 
 
 def run(system: str, folder: Path, device: str, port: int, num_ranks: int, timeout_s: float) -> dict[str, Any]:
