@@ -46,7 +46,7 @@ def _configure() -> None:
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
     # It warns of in-place operations wherever activations are kept selectively; transformers' layers have none.
-    logging.getLogger("torch._dynamo.variables.higher_order_ops").setLevel(logging.ERROR)
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
 
 
 def _failures() -> tuple[type[BaseException], ...]:
