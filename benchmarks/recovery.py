@@ -56,7 +56,7 @@ def worker() -> int:
             device = torch.cuda.current_device()
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_allocated(device), peaks[0]
-            limit = held + (peak - held) * share if share > 0 else held * -share
+            limit = held + (peak - held) * share if share > 0 else held * -share + (peak - held)
             kept.write_text(str(limit))
             torch.cuda.set_per_process_memory_fraction(limit / total, device)
             print(f"[benchmark] rank {rank} limited to {limit / 2**30:.2f} GiB (peak was {peak / 2**30:.2f})", flush=True)

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import json
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import guard_line
+from harness.guard_line import die_with_parent
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, send_line
 
 CHILD_VARIABLE = "HARNESS_CHILD"
@@ -48,7 +48,6 @@ _LAUNCHER_MODULES = {
     "deepspeed.launcher.launch",
     "accelerate.commands.launch",
 }
-_PR_SET_PDEATHSIG = 1
 
 
 def needs_guard() -> bool:
@@ -93,13 +92,6 @@ def launchers_above(pid: int) -> list[tuple[int, str]]:
 def is_alive(pid: int, started: str) -> bool:
     entry = parent_of(pid)
     return entry is not None and entry[1] == started
-
-
-def die_with_parent(parent: int) -> None:
-    """In the child: SIGKILL when the parent ends. Run between fork and exec."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
 
 
 def num_kernel_kills() -> int:

@@ -6,10 +6,12 @@ One packet is one JSON object; a file descriptor may come with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -23,8 +25,16 @@ ATTEMPT_VARIABLE = "HARNESS_ATTEMPT"
 CAUSE_VARIABLE = "HARNESS_RELAUNCH_CAUSE"
 HELD_VARIABLE = "HARNESS_HELD_MEMORY"
 MAX_PACKET_BYTES = 1 << 16
+_PR_SET_PDEATHSIG = 1
 
 log = logging.getLogger("harness")
+
+
+def die_with_parent(parent: int) -> None:
+    """In the child: SIGKILL when the parent ends. Run between fork and exec."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ from harness.recovery import Recovery, record_memory_history
 from harness.resume import config_facts, load_best, resume, template_facts
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
-from harness.starting_settings import DryRunWatch, Start, choose_start, job_facts
+from harness.starting_settings import DryRunWatch, Start, build_ahead, choose_start, job_facts
 from harness.step_loader import StepLoader, eval_batches
 from harness.streaming import StreamLoader
 from harness.trainer import RunPlan, StepWatch, Trainer, TrainState, plan_run
@@ -165,6 +165,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         resume(args, trainer, checkpointer, coordinator)
     if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):
         materialise_optimizer(engine.module, engine.optimizer)
+    build_ahead(start, coordinator)
     _dry_run(args, start, trainer, prepared, loader, coordinator)
     watcher = _watch_gpus(args, coordinator, metrics, trainer)
     status = "failed"

@@ -9,6 +9,8 @@ import dataclasses
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from harness.cards import card_bytes
 from harness.coordination import Coordinator
 from harness.engines.build import initial_settings
 from harness.findings import UserError
+from harness.guard_line import die_with_parent
 from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder
 from harness.machine import detect_machine
 from harness.memory import CONTEXT_BYTES
@@ -353,3 +356,28 @@ class DryRunWatch:
             allocated = reserved = used = int(needed * GIB)
         if self.plan is not None and self.coordinator.is_main_process and allocated:
             log.info("%s", learn(self.plan, torch.cuda.get_device_name(device), allocated, reserved, used))
+
+
+def build_ahead(start: Start, coordinator: Coordinator) -> None:
+    """Compiles DeepSpeed's CPU Adam beside training where a step down may need it, so that a new start does not wait a minute for it."""
+    rungs = [rung.settings if isinstance(rung, Rung) else rung for rung in start.ladder]
+    later = start.settings.optimizer_offload == 0 and any(rung.optimizer_offload > 0 for rung in rungs)
+    if start.engine != "zero" or not later or coordinator.device.type != "cuda" or not coordinator.is_local_main_process:
+        return
+    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
+    parent = os.getpid()
+
+    def begin() -> None:
+        os.nice(15)
+        die_with_parent(parent)
+
+    try:
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=begin,
+        )
+    except OSError as error:
+        log.debug("CPU Adam is not compiled ahead: %s", error)
