@@ -60,7 +60,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others in the long form; the whole matrix is tests.faults.oom_matrix.
+SHORT = ("update of one process", "start of fsdp", "forward of fsdp, to offload", "update of zero3")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in CASES])
 def test_all_ranks_start_again_and_the_run_is_the_same(
     name: str, server: ForkServer, inputs: Path, references: Any, tmp_path: Path
 ) -> None:
