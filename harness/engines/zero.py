@@ -151,6 +151,10 @@ class ZeroEngine:
         if "offload_param" in self.ds_config["zero_optimization"]:
             return False
         deepspeed.utils.set_z3_leaf_modules(self.module, list({type(unit) for _, unit in layer_units(self.module)}))
+        if self.lora is not None:
+            # Under a frozen embedding the first block's input needs no gradient, and the hook that frees the block's weights after its
+            # backward would run before it.
+            self.module.enable_input_require_grads()
         head = self.module.get_output_embeddings()
         if head is not None and not any(head is module for _, unit in layer_units(self.module) for module in unit.modules()):
             # The loss uses the head's weight in the model's forward. Told only when that happens, DeepSpeed's trace of the first step,
