@@ -244,7 +244,7 @@ def run_cells(server: ForkServer, inputs: Path, engine: str, name: str, cells: l
     life = server.start(arguments(inputs, output, engine, *more), NUM_RANKS, folder / "life", environment={VARIABLE: text})
     problems: list[str] = []
     try:
-        codes = life.wait(60 + 20 * len(cells))
+        codes = life.wait(120 + 60 * len(cells))
         if set(codes.values()) != {0}:
             problems.append(f"exit codes {codes}: {life.output()[-6000:]}")
     except AssertionError as error:
