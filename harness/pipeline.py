@@ -6,9 +6,9 @@ A scheduler then decides which paused micro-batch goes on, so that every device 
 it: backward as soon as it can run, forward otherwise, at most `depth` micro-batches between the two (one forward, one backward, as in
 PipeDream-Flush, arXiv:2006.09503; how much it can win: `partition.pipeline_speedup`).
 
-How: each micro-batch's forward runs in a thread of its own, of which only one runs at any time; at a device's boundary the thread hands
-control back. There the autograd graph is cut: what crosses is copied as a new leaf, and its gradient is copied back and handed to the
-stretch before. Copies run on streams of their own, so that neither side's computation waits for the other's queue. Modules carry no
+How: each micro-batch's forward runs in a thread beside the others', of which only one runs at any time; at a device's boundary the thread
+hands control back. There the autograd graph is cut: what crosses is copied as a new leaf, and its gradient is copied back and handed to
+the stretch before. Copies run on streams of their own, so that neither side's computation waits for the other's queue. Modules carry no
 per-call hooks besides one check of the device at the blocks. Gradients are those of the plain model: every micro-batch's own backward, in
 the same order.
 """
@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -297,8 +299,44 @@ class Timeline:
         return self.free[device]
 
 
+class _Worker:
+    """A thread that runs one job after the other and is kept: libraries keep plans and handles per thread.
+
+    cuDNN's attention, which PyTorch prefers on Hopper cards, builds its plans anew in every thread that calls it: 0.1 s and more.
+    """
+
+    idle: ClassVar[list[_Worker]] = []  # of the whole process; as many as micro-batches were ever between forward and backward
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._done = threading.Semaphore(0)
+        threading.Thread(target=self._loop, name="micro-batch", daemon=True).start()
+
+    @classmethod
+    def start(cls, job: Callable[[], None]) -> _Worker:
+        """Begins a job, which must not raise, in an idle thread or a new one."""
+        worker = cls.idle.pop() if cls.idle else cls()
+        worker._jobs.put(job)
+        return worker
+
+    def _loop(self) -> None:
+        while True:
+            job = self._jobs.get()
+            job()
+            del job  # it holds the micro-batch
+            self._done.release()
+
+    def join(self) -> None:
+        """Waits for the job's end; the thread then holds nothing of it, and takes other jobs."""
+        self._done.acquire()
+        _Worker.idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Worker.idle.clear)  # a child has the list, but not the threads
+
+
 class _MicroBatch:
-    """A forward in a thread of its own that runs only while `resume` is waiting for it."""
+    """A forward in a thread beside this one that runs only while `resume` is waiting for it."""
 
     def __init__(self, pipeline: Pipeline, call: Callable[[], Tensor], index: int) -> None:
         self.index, self.ready = index, 0.0
@@ -310,13 +348,14 @@ class _MicroBatch:
         self._call, self._cancelled = call, False
         self._error: BaseException | None = None
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run, name=f"micro-batch {index}", daemon=True)
-        self._thread.start()
+        self._worker: _Worker | None = _Worker.start(self._run)
 
     def _run(self) -> None:
         self._go.acquire()
         _here.passage = self.passage
         try:
+            if isinstance(self.passage.copies, CudaCopies) and isinstance(self.next_device, int):
+                torch.cuda.set_device(self.next_device)  # the thread's last micro-batch ended on another
             if not self._cancelled:
                 self.loss = self._call()
         except _Cancelled:
@@ -347,17 +386,22 @@ class _MicroBatch:
             finally:
                 del error  # its traceback holds this frame, and this frame must not hold it: both would keep the failed tensors
         if self.forward_done:
-            self._thread.join()
+            self._join()
             self.position = len(self.passage.stretches) - 1
             self.next_device = self.passage.stretches[-1].device
         return stretch.cost
+
+    def _join(self) -> None:
+        if self._worker is not None:
+            self._worker.join()
+            self._worker = None
 
     def cancel(self) -> None:
         self._cancelled = True
         if not self.forward_done:
             self._go.release()
             self._back.acquire()
-        self._thread.join()
+        self._join()
         self._error = None
         self.close()
 
@@ -408,7 +452,7 @@ class Pipeline:
 
         Args:
             losses: one function a micro-batch, which calls the model and returns the scalar whose gradient is wanted. They run in
-                threads of their own: what is set per thread (autocast, grad mode) they set themselves.
+                other threads: what is set per thread (autocast, grad mode) they set themselves.
             depth: micro-batches between their forward and their backward at most; 0 for all.
 
         Returns:

@@ -194,9 +194,10 @@ def test_each_boundary_copies_each_tensor_once() -> None:
 def test_a_failure_leaves_nothing_running_and_the_next_try_is_right() -> None:
     model = _model("llama")
     losses, gradients = _plain(model)
-    threads = threading.active_count()
     pipeline = Pipeline(model, _map(model, 3))
     calls = [lambda ids=ids: _loss(model, ids) for ids in _batches()]
+    pipeline.run(calls)
+    threads = threading.active_count()
     for where in (lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")),):
         handle = model.model.layers[3].register_forward_pre_hook(where)
         with pytest.raises(torch.OutOfMemoryError):
@@ -210,6 +211,19 @@ def test_a_failure_leaves_nothing_running_and_the_next_try_is_right() -> None:
     model.zero_grad(set_to_none=True)
     assert [float(loss) for loss in pipeline.run(calls, 2)] == losses
     assert all(torch.equal(gradient, _gradients(model)[name]) for name, gradient in gradients.items())
+
+
+def test_threads_are_kept_for_later_steps_and_pipelines() -> None:
+    # Libraries keep plans and handles per thread: a new one for each micro-batch would make them anew each time.
+    alive: set[int | None] = set()
+    for depth in (0, 0, 2):
+        model = _model("llama")
+        used: list[int] = []
+        model.model.layers[0].register_forward_pre_hook(lambda *_, used=used: used.append(threading.get_ident()))
+        _piped(model, _map(model, 2), depth)
+        assert len(used) == len(LENGTHS) and threading.get_ident() not in used
+        alive = alive or {thread.ident for thread in threading.enumerate()}
+        assert set(used) <= alive and {thread.ident for thread in threading.enumerate()} == alive
 
 
 def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
