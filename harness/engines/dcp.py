@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import heapq
 import json
-import logging
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -24,17 +22,33 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.coordination import Coordinator
+from harness.host_copies import HostCopies
 from harness.stored_state import AVERAGES, StoredState, whole
-
-log = logging.getLogger("harness")
 
 EXTRA = "engine.json"
 
 
 @functools.cache
-def _pinned_stager() -> DefaultStager:
-    """Copies to page-locked host memory that is allocated at the first save and used again, without waiting between tensors."""
-    return DefaultStager(StagingOptions(True, False, False, True))  # pinned, not shared, not in a thread, non-blocking
+def _copies() -> HostCopies:
+    """One block of page-locked host memory that the first save allocates and later ones use again."""
+    return HostCopies()
+
+
+def staged(state: dict[str, Any], copies: HostCopies) -> dict[str, Any]:
+    """The state in host memory; a DTensor stays one, of the same mesh and placements, around the copy of its shard.
+
+    The copies are overwritten by the next call: the writing of the last one must have ended, which `Checkpointer.save` waits for.
+    """
+    local = {
+        part: {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
+        for part, values in state.items()
+    }
+    copied = copies.copy("checkpoint", local)
+    for part, values in state.items():
+        for name, value in values.items():
+            if isinstance(value, DTensor):  # not `from_local`, which would send the copy back to the mesh's device
+                copied[part][name] = DTensor(copied[part][name], value._spec, requires_grad=False)  # type: ignore[call-arg]
+    return copied  # type: ignore[no-any-return]
 
 
 def own_share(state: dict[str, Any], process_index: int, num_processes: int) -> dict[str, Any]:
@@ -88,14 +102,7 @@ def save(
 
 
 def _save_from_gpu(state: dict[str, Any], options: dict[str, Any]) -> Any:
-    try:
-        staged = _pinned_stager().stage(state)
-    except RuntimeError as error:  # a limit on locked memory
-        log.warning(
-            "checkpoints go through ordinary host memory, which is slower: %s", str(error).splitlines()[0], extra={"all_ranks": True}
-        )
-        return checkpoint.async_save(state, **options)
-    return checkpoint.async_save(staged, async_stager=_Staged(), **options)  # type: ignore[arg-type]
+    return checkpoint.async_save(staged(state, _copies()), async_stager=_Staged(), **options)  # type: ignore[arg-type]
 
 
 class _Staged:
