@@ -152,12 +152,13 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
             changes = _changes_of(word, rungs[-1])
             rung = rungs[-1].replace(**changes)
         except (KeyError, ValueError) as error:
+            reason = f" ({error})" if isinstance(error, ValueError) else ""
             fix = (
                 "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward,"
                 " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
                 " stage3_max_live_parameters=N or in_flight_micro_batches=N"
             )
-            problems.append(Finding("error", "--oom_ladder", f"'{word}' is not a rung ({error})", f"use {fix}"))
+            problems.append(Finding("error", "--oom_ladder", f"'{word}' is not a rung{reason}", f"use {fix}"))
             continue
         if not is_lower(rung, rungs[-1]):
             name = next(iter(changes))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import json
 import logging
@@ -141,8 +142,6 @@ def _model_type_in(source: str) -> str | None:
 
 
 def _unknown_architecture(key: str, name: str) -> UserError:
-    import difflib
-
     from transformers import CONFIG_MAPPING
 
     close = difflib.get_close_matches(name, list(CONFIG_MAPPING.keys()), n=1)
@@ -158,7 +157,9 @@ def _overridden(config: Any, text: str) -> Any:
         name, equals, value = part.partition("=")
         if not equals or not hasattr(config, name):
             message = f"'{part}' is not name=value" if not equals else f"{type(config).__name__} has no '{name}'"
-            problems.append(Finding("error", "--config_overrides", message, "use the names of the model's config.json"))
+            close = difflib.get_close_matches(name, list(config.to_dict()), n=1) if equals else []
+            fix = f"did you mean {close[0]}?" if close else "use the names of the model's config.json"
+            problems.append(Finding("error", "--config_overrides", message, fix))
             continue
         old = getattr(config, name)
         try:

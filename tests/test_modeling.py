@@ -194,3 +194,13 @@ def test_overrides_make_a_config_that_can_be_saved(model_type: str, tmp_path: Pa
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert (loaded.num_hidden_layers, loaded.hidden_size) == (3, 64)
     assert len(getattr(loaded, "layer_types", None) or [0] * 3) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [("hiden_size=64", "did you mean hidden_size?"), ("zzz=1", "use the names of the model's config.json")],
+)
+def test_unknown_override_names_the_nearest(override: str, fix: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(ModelArguments(model_type="llama", config_overrides=override))
+    assert [finding.fix for finding in caught.value.findings] == [fix]
