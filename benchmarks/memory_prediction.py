@@ -385,7 +385,9 @@ def main() -> int:
             return {"name": row.name, "code": "no plan", "reason": str(candidate)[:300]}
         result: dict[str, Any] = {"name": row.name, "code": "-", "allocated_gib": 0.0, "used_gib": 0.0}
         high_bytes = int(candidate.estimate.high_bytes)
-        if high_bytes > space.free_bytes_at_start or candidate.estimate.host_bytes > machine.host_memory_bytes:
+        if not options.predict_only and (
+            high_bytes > space.free_bytes_at_start or candidate.estimate.host_bytes > machine.host_memory_bytes
+        ):
             result["code"] = "too big"
         elif not options.predict_only:
             with space.taken(high_bytes):

@@ -106,9 +106,12 @@ def _update_copy(run: RunShape) -> int:
 
 
 def _ddp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
-    """float32 weights and gradients; DDP's buckets are the gradients themselves (`gradient_as_bucket_view`)."""
+    """float32 weights and gradients; the buckets of torch's reducer are the gradients themselves (`gradient_as_bucket_view`).
+
+    With recovery there is no reducer: gradients appear in backward and are summed in place.
+    """
     trained = shape.num_trainable
-    many = run.num_processes > 1
+    many = run.num_processes > 1 and run.ddp_reducer
     return EngineMemory(
         parameters=4 * trained + _frozen_width(run) * shape.num_frozen,
         gradients=4 * trained if many else 0,

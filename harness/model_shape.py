@@ -326,6 +326,7 @@ class RunShape:
         fused_layers: Liger's norms and feed-forward, which keep less.
         shard_group_size: FSDP ranks that share one copy; None is all of them (hybrid sharding gives fewer).
         reduce_in_float32: FSDP2 adds up gradients in float32.
+        ddp_reducer: DDP sums gradients by torch's own reducer (`--no_oom_recovery`), whose buckets stay.
         snapshots: each rank keeps two copies of its shard and optimizer state in host memory.
     """
 
@@ -340,6 +341,7 @@ class RunShape:
     fused_layers: bool = False
     shard_group_size: int | None = None
     reduce_in_float32: bool = True
+    ddp_reducer: bool = False
     snapshots: bool = False
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
 

@@ -148,6 +148,7 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
         fused_layers=bool(facts.gpu_name) and liger and importlib.util.find_spec("liger_kernel") is not None,
         shard_group_size=shards if shards != facts.num_processes else None,
         reduce_in_float32=args.train.reduce_dtype == "fp32",
+        ddp_reducer=args.train.no_oom_recovery,
         zero=zero_options(load_deepspeed_template(args, environ) or {}) if engine.startswith("zero") else ZeroOptions(),
     )
 

@@ -329,6 +329,14 @@ def test_states(engine: str, processes: int, expected: tuple[float, ...]) -> Non
     assert states_of(engine, processes) == pytest.approx(expected)
 
 
+def test_gradients_of_ddp_stay_only_with_torchs_reducer() -> None:
+    voted = engine_memory(SHAPE, RunShape("ddp", 4, 16), MemorySettings(1))
+    alone = engine_memory(SHAPE, RunShape("ddp", 1, 16, ddp_reducer=True), MemorySettings(1))
+    reducer = engine_memory(SHAPE, RunShape("ddp", 4, 16, ddp_reducer=True), MemorySettings(1))
+    assert (voted.gradients, voted.growing_gradients) == (alone.gradients, alone.growing_gradients) == (0, 4)
+    assert (reducer.gradients, reducer.growing_gradients) == (4 * P, 0)
+
+
 def test_states_of_offload_go_to_the_host() -> None:
     on_host = MemorySettings(1, optimizer_offload=1.0)
     both = MemorySettings(1, optimizer_offload=1.0, param_offload="cpu")
