@@ -19,6 +19,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +193,12 @@ def command(system: str, folder: Path, device: str, port: int, num_ranks: int) -
 
 def run(system: str, folder: Path, device: str, port: int, num_ranks: int, timeout_s: float) -> dict[str, Any]:
     """One system; ended when it has said nothing for `timeout_s`."""
+    from launch.processes import processes_with, send
+
     output, log = folder / system / "out", folder / system / "log.txt"
     output.parent.mkdir(parents=True)
     environment = dict(os.environ, OMP_NUM_THREADS="1" if device == "cpu" else "8", TOKENIZERS_PARALLELISM="false", PROOF_WORKER="1")
+    mark = environment["PROOF_RUN"] = uuid.uuid4().hex  # the launcher's ranks have sessions of their own
     if system != "harness-clean":
         environment["PROOF_MARKER"] = str(output.parent / "limited")
     with open(log, "w") as file:
@@ -211,8 +215,7 @@ def run(system: str, folder: Path, device: str, port: int, num_ranks: int, timeo
                 failed_at = now
             code = process.poll()
             if code is None and now - said_at > timeout_s:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                send(processes_with("PROOF_RUN", mark), signal.SIGKILL)
                 process.wait()
                 code = "hangs"
     metrics = output / "metrics.jsonl"

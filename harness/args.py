@@ -25,6 +25,7 @@ import yaml
 
 from harness import device_map_text, hf_names
 from harness.findings import Finding, UserError, has_errors, user_error
+from harness.ladder import unknown_rungs
 from harness.partition import size_problem
 
 # HfArgumentParser resolves annotations with typing.get_type_hints, and on Python 3.10 it knows Optional[...] best.
@@ -579,6 +580,7 @@ def resolve(args: Arguments) -> Arguments:
     if train.deepspeed and train.fsdp:
         bad("deepspeed", "and --fsdp were both given", "keep one engine")
     problems += _early_stopping_problems(train, args.typed)
+    problems += unknown_rungs(train.oom_ladder)
     problems += _profile_problems(train)
     if train.load_best_model_at_end:
         if train.eval_strategy == "no":

@@ -182,7 +182,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     finally:
         if watcher is not None:
             watcher.stop()
-        metrics.close(status)
+        metrics.close(status, trainer.state.step)
         engine.close()
     if coordinator.is_main_process:
         _say_steps_down(trainer)

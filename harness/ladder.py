@@ -152,13 +152,7 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
             changes = _changes_of(word, rungs[-1])
             rung = rungs[-1].replace(**changes)
         except (KeyError, ValueError) as error:
-            reason = f" ({error})" if isinstance(error, ValueError) else ""
-            fix = (
-                "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward,"
-                " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
-                " stage3_max_live_parameters=N or in_flight_micro_batches=N"
-            )
-            problems.append(Finding("error", "--oom_ladder", f"'{word}' is not a rung{reason}", f"use {fix}"))
+            problems.append(_not_a_rung(word, error))
             continue
         if not is_lower(rung, rungs[-1]):
             name = next(iter(changes))
@@ -169,6 +163,27 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
     if problems:
         raise UserError(problems)
     return rungs
+
+
+def _not_a_rung(word: str, error: Exception) -> Finding:
+    reason = f" ({error})" if isinstance(error, ValueError) else ""
+    fix = (
+        "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward,"
+        " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
+        " stage3_max_live_parameters=N or in_flight_micro_batches=N"
+    )
+    return Finding("error", "--oom_ladder", f"'{word}' is not a rung{reason}", f"use {fix}")
+
+
+def unknown_rungs(words: Sequence[str]) -> list[Finding]:
+    """What can be said of `--oom_ladder` before the settings in force are known: words that are no rung, or have a wrong value."""
+    found = []
+    for word in words:
+        try:
+            MemorySettings(_UNBOUNDED).replace(**_changes_of(word, MemorySettings(_UNBOUNDED)))
+        except (KeyError, ValueError) as error:
+            found.append(_not_a_rung(word, error))
+    return found
 
 
 _COUNTS = {

@@ -445,11 +445,12 @@ class MetricsLog:
         rows = read_metrics(self.path).rows if self.path is not None and self.path.exists() else self._rows
         return summarize(rows)
 
-    def close(self, status: str | None = None) -> None:
+    def close(self, status: str | None = None, step: int | None = None) -> None:
         """Writes the summary (where any step was logged) and closes everything. Further rows are ignored.
 
         Args:
             status: how the run ended, such as "finished" or "preempted"; None leaves the summary out.
+            step: optimizer steps done, where that is more than the last row tells.
         """
         if not self.enabled or self._closed:
             return
@@ -458,6 +459,8 @@ class MetricsLog:
             self._bar = None
         if status is not None:
             summary = self.summary()
+            if summary and step is not None:
+                summary["step"] = max(step, summary.get("step") or 0)
             if summary:
                 self.log({"status": status, **summary}, kind="summary")
         self._closed = True

@@ -100,9 +100,13 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
         os._exit(FAILED)
-    coordinator.close()
-    if rank == 0:
+    if rank == 0:  # before the others are waited for: what was reached is true whatever becomes of them
         run_folder.record_exit(folder, code, reason, rank, started_s)
+    try:
+        coordinator.close()
+    except coordination.PeerFailedError as error:
+        log.error("%s, after this rank was done: %s", error, reason, extra={"all_ranks": True})
+        return FAILED
     return code
 
 

@@ -17,6 +17,7 @@ from harness.ladder import (
     is_lower,
     next_settings,
     parse_ladder,
+    unknown_rungs,
 )
 
 
@@ -222,3 +223,12 @@ def test_report_of_a_rank_is_read_from_torchs_message() -> None:
     more = {**report, "requested_gib": 3.0}
     assert worst_report([silent, report, more, silent]) == 2
     assert worst_report([silent, silent]) == 0
+
+
+def test_words_that_are_no_rungs_are_known_before_anything_is_loaded() -> None:
+    words = ["micro_batch", "micro_bach", "optimizer_offload=2", "reduce_bucket_size=5e7", "activation_checkpointing=some"]
+    assert [finding.message for finding in unknown_rungs(words)] == [
+        "'micro_bach' is not a rung",
+        "'optimizer_offload=2' is not a rung (optimizer_offload is a share between 0 and 1, not 2.0)",
+        "'activation_checkpointing=some' is not a rung (selective or full)",
+    ]

@@ -278,14 +278,14 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
         StepMetrics(step=3, loss=2.0, tokens_per_second_per_gpu=110.0, peak_memory_gib=8.5, num_input_tokens=96, num_skipped_steps=1)
     )
     second.log({"step": 3, "eval_loss": 3.5}, kind="eval")
-    second.close("finished")
+    second.close("finished", 4)
     summary = read_metrics(tmp_path).of_kind("summary")[0]
     assert summary.pop("wall_time_s") >= 0
     assert summary.pop("time_s") > 0
     assert summary == {
         "kind": "summary",
         "status": "finished",
-        "step": 3,
+        "step": 4,
         "final_loss": 2.0,
         "last_eval_loss": 3.5,
         "best_eval_loss": 3.0,
@@ -298,7 +298,7 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
         "num_lost_steps": 4,
         "num_events": 2,
     }
-    assert lines[-1].startswith("summary | step: 3 | ")
+    assert lines[-1].startswith("summary | step: 4 | ")
     assert summarize([]) == {}
 
 
