@@ -197,7 +197,11 @@ CASES: dict[str, tuple[str, int, int, str, list[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What other cases cover too is left to the long form.
+LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES])
 def test_every_launcher_and_template_trains_like_the_trainer(name: str, reference: dict[str, Any], tmp_path: Path) -> None:
     kind, num_processes, micro, engine, more, options = CASES[name]
     output = tmp_path / "out"
