@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+# Tests that start real launchers, which run one at a time on a machine.
+STARTS_RANKS = ("tests/distributed/", "tests/faults/test_signals.py", "tests/test_launch.py")
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start ranks run one after the other, in one worker of pytest-xdist: several ranks fill the cores of a small machine."""
-    for item in items:
-        names = vars(getattr(item, "module", None) or object).values()
-        starts_ranks = any(getattr(value, "__module__", None) == "tests.launching" for value in names)
-        if starts_ranks or "distributed" in item.path.parts:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that start ranks share one worker of pytest-xdist, so that no other one waits for them: several ranks fill a small machine.
+
+    By the scheduler, not by `xdist_group`: pytest 9.2 does not let pytest-xdist 3.8 write the group into a test's name.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForRanks(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith(STARTS_RANKS) else nodeid
+
+    return OneWorkerForRanks(config, log)
