@@ -109,7 +109,7 @@ def test_every_check_runs_and_one_failure_fails(clone: Path, failing: str) -> No
         "ruff format --check .",
         "mypy ",
         "lint-imports ",
-        "python -m pytest -n 2 --dist loadgroup tests/test_x.py",
+        "python -m pytest -n 2 --dist loadscope tests/test_x.py",
     ]
     failed = [line for line in done.stderr.splitlines() if line.startswith("FAILED: ")]
     assert len(failed) == {"": 0, "ruff": 2}.get(failing, 1) and all(failing in line for line in failed)
