@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,3 +25,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if nodeid.startswith(STARTS_RANKS) else nodeid
 
     return OneWorkerForRanks(config, log)
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """A job that runs in the tests' own process sets variables (LOCAL_RANK for DeepSpeed) that would make the next test's one of many."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
