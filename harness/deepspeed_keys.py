@@ -5,6 +5,7 @@ A test compares the blocks that DeepSpeed declares as pydantic models with the m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 DEEPSPEED_VERSION = "0.19.8"
@@ -266,3 +267,9 @@ FILLED_AUTO = (
     "pipeline.stages",
     "data_types.keep_in_fp32_modules",
 )
+
+
+def zero_size(zero: Mapping[str, Any], key: str) -> int | None:
+    """A size of a "zero_optimization" block in force, in elements: DeepSpeed's default where it is not there; None for "auto"."""
+    value = zero.get(key, ZERO[key].default)
+    return None if value == "auto" else int(value)

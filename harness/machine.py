@@ -10,6 +10,7 @@ from pathlib import Path
 
 GIB = 1024**3
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+_CGROUP_USED = ("memory.current", "memory.usage_in_bytes")  # beside each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,10 @@ def free_host_bytes() -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        folder = Path("/sys/fs/cgroup")
+    for path, used_name in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
         with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-            limit, used = int((folder / limit_file).read_text()), int((folder / used_file).read_text())
-            statistics = (folder / used_file).with_name("memory.stat").read_text().split()
+            limit, used = int(path.read_text()), int(path.with_name(used_name).read_text())
+            statistics = path.with_name("memory.stat").read_text().split()
             cached = dict(zip(statistics[::2], statistics[1::2], strict=False))
             free = min(free, limit - used + int(cached.get("inactive_file", 0)))
     return max(0, free)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from harness.checkpoint_files import write_json
 from harness.ladder import MemorySettings, Rung, SeenMemory
 
 LADDER_FILE = "ladder.json"
@@ -109,12 +110,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 def last_good_settings(folder: Path, num_processes: int) -> MemorySettings | None:
     """The settings that an earlier life of this run had come down to, on as many processes; None if it never had to."""
-    content = _content(folder)
-    try:
-        came_down = content["num_processes"] == num_processes and content["steps_down"]
-        return MemorySettings.from_dict(content["now"]) if came_down else None
-    except (KeyError, TypeError, ValueError):
-        return None
+    return last_settings(folder, num_processes) if steps_down_so_far(folder, num_processes) else None
 
 
 def last_settings(folder: Path, num_processes: int) -> MemorySettings | None:
@@ -167,6 +163,4 @@ def write_ladder(
         "steps_down": list(steps_down),
         "now": now.to_dict(),
     }
-    temporary = folder / f"{LADDER_FILE}.tmp"
-    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    os.replace(temporary, folder / LADDER_FILE)
+    write_json(folder / LADDER_FILE, content)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import logging
 import os
 import time
@@ -22,6 +21,8 @@ from typing import Any
 from harness.args import Arguments
 from harness.candidates import Candidate, EnginePlan, Figure, Limits, pareto, plan_engine
 from harness.cards import card_bytes, card_of_size, hardware_of
+from harness.checkpoint_files import write_json
+from harness.deepspeed_keys import zero_size
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import UserError
 from harness.ladder import MemorySettings, Rung
@@ -112,19 +113,14 @@ def engine_name(args: Arguments, engine: str, environ: Mapping[str, str]) -> Eng
 def zero_options(template: Mapping[str, Any]) -> ZeroOptions:
     """Sizes of a DeepSpeed template; what is not there has DeepSpeed's default, "auto" the one made of the hidden size."""
     zero = template.get("zero_optimization", {})
-
-    def size(key: str, default: float) -> int | None:
-        value = zero.get(key, default)
-        return None if value == "auto" else int(value)
-
     stage = zero.get("stage", 0)
     return ZeroOptions(
-        reduce_bucket_size=size("reduce_bucket_size", 5e8),
-        prefetch_bucket_size=size("stage3_prefetch_bucket_size", 5e7),
-        persistence_threshold=size("stage3_param_persistence_threshold", 1e5),
-        max_live_parameters=size("stage3_max_live_parameters", 1e9) or 0,
-        max_reuse_distance=size("stage3_max_reuse_distance", 1e9) or 0,
-        sub_group_size=size("sub_group_size", 1e9) or 0,
+        reduce_bucket_size=zero_size(zero, "reduce_bucket_size"),
+        prefetch_bucket_size=zero_size(zero, "stage3_prefetch_bucket_size"),
+        persistence_threshold=zero_size(zero, "stage3_param_persistence_threshold"),
+        max_live_parameters=zero_size(zero, "stage3_max_live_parameters") or 0,
+        max_reuse_distance=zero_size(zero, "stage3_max_reuse_distance") or 0,
+        sub_group_size=zero_size(zero, "sub_group_size") or 0,
         overlap_comm=bool(zero.get("overlap_comm", stage == 3)),
         pin_memory=bool(zero.get("offload_optimizer", {}).get("pin_memory", False)),
     )
@@ -189,12 +185,12 @@ def pinned_settings(args: Arguments, asked: MemorySettings) -> set[str]:
     return pinned | {"reshard_after_forward", *sizes}
 
 
-def further_spread(args: Arguments, run: RunShape) -> list[RunShape]:
-    """With `--engine auto`: the same job spread further over its ranks, as the ladder would spread it."""
-    further: dict[EngineName, EngineName] = {"ddp": "fsdp", "zero1": "zero3", "zero2": "zero3"}
-    if args.train.engine != "auto" or run.num_processes == 1 or run.engine not in further:
-        return []
-    return [dataclasses.replace(run, engine=further[run.engine])]
+_FURTHER: dict[EngineName, EngineName] = {"ddp": "fsdp", "zero1": "zero3", "zero2": "zero3"}
+
+
+def further_engine(args: Arguments, engine: EngineName | None, num_processes: int) -> EngineName | None:
+    """With `--engine auto`: the engine that spreads the same job further over its ranks; None where there is none."""
+    return _FURTHER.get(engine) if engine is not None and args.train.engine == "auto" and num_processes > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +258,8 @@ def plan_start(
     started = time.monotonic()
     try:
         run = run_shape(args, engine, facts, environ)
-        runs = [run, *further_spread(args, run)]
+        further = further_engine(args, engine, run.num_processes)
+        runs = [run] if further is None else [run, dataclasses.replace(run, engine=further)]
         measured = measure([{**probe_request(args, run), "weights": list(dict.fromkeys(each.weights for each in runs))}])
     except (UserError, OSError) as error:
         log.warning("no memory plan, starting with what was asked for: %s", str(error).splitlines()[0])
@@ -356,9 +353,7 @@ def _lines(
 
 def write_plan(folder: Path, plan: StartPlan) -> None:
     """Writes plan.json, whole or not at all."""
-    temporary = folder / f"{PLAN_FILE}.tmp"
-    temporary.write_text(json.dumps(plan.content, indent=1), encoding="utf-8")
-    os.replace(temporary, folder / PLAN_FILE)
+    write_json(folder / PLAN_FILE, plan.content)
 
 
 def flags_of(plan: StartPlan) -> str:

@@ -40,8 +40,7 @@ from harness.oom_reports import (
 )
 from harness.partition import GIB
 from harness.recovery import Recovery, end_message
-from harness.run_plan import JobFacts, StartPlan, flags_of, learn, plan_start, usable_bytes, write_plan
-from harness.templates import load_deepspeed_template
+from harness.run_plan import JobFacts, StartPlan, engine_name, flags_of, further_engine, learn, plan_start, usable_bytes, write_plan
 
 log = logging.getLogger("harness")
 
@@ -73,18 +72,6 @@ class Start:
 def engine_family_of(engine: str) -> str:
     """ "zero3" is built by the engine "zero"."""
     return "zero" if engine.startswith("zero") else engine
-
-
-def sharding_steps(args: Arguments, engine: str, num_processes: int) -> list[dict[str, Any]]:
-    """With `--engine auto`: how the same job is spread further over its ranks."""
-    if args.train.engine != "auto" or num_processes == 1:
-        return []
-    if engine == "ddp":
-        return [{"engine": "fsdp"}]
-    if engine == "zero":
-        stage = (load_deepspeed_template(args, os.environ) or {}).get("zero_optimization", {}).get("stage")
-        return [{"engine": "zero3"}] if stage in (1, 2) else []
-    return []
 
 
 def can_compile() -> bool:
@@ -129,13 +116,11 @@ def make_ladder(
         return []
     if args.train.oom_ladder:
         return parse_ladder(args.train.oom_ladder, settings)
-    stage = 0
-    if engine == "zero":
-        stage = int((load_deepspeed_template(args, os.environ) or {}).get("zero_optimization", {}).get("stage", 0))
-    spread = [] if settings.engine else sharding_steps(args, engine, num_processes)
-    after = engine_family_of(spread[0]["engine"]) if spread else engine
-    stage = 3 if spread and after == "zero" else stage
-    offloads = offload_steps(after, stage, settings, num_parameters) if guard_line.can_relaunch() else []
+    name = engine_name(args, engine, os.environ)
+    further = None if settings.engine else further_engine(args, name, num_processes)
+    stage = 3 if "zero3" in (name, further) else 0
+    offloads = offload_steps(engine_family_of(further or engine), stage, settings, num_parameters) if guard_line.can_relaunch() else []
+    spread = [] if further is None else [{"engine": further}]
     return default_ladder(settings, block_size=block_size, offloads=[*spread, *offloads])
 
 
@@ -255,14 +240,16 @@ def _decide(
 
     # The user's own list counts from what was asked for, ours from what is in force.
     ladder: Sequence[MemorySettings | Rung] = computed or ladder_below(asked if args.train.oom_ladder else settings)
-    relief = host_relief_so_far(folder, num_processes)
+    relief, steps_down = host_relief_so_far(folder, num_processes), steps_down_so_far(folder, num_processes)
     if cause is not None and not cause.get("agreed"):
         if cause.get("memory") == "host":
-            settings, relief = _relieve_host(settings, asked, relief, ladder, folder, num_processes, cause)
+            settings, change = _relieve_host(settings, asked, relief, cause)
+            relief += 1
         else:
-            settings = _step_below(settings, ladder, folder, num_processes, cause)
+            settings, change = _step_below(settings, ladder, steps_down, cause)
+        steps_down.append(_step_of(cause, change))
     if ladder:
-        write_ladder(folder, num_processes, ladder, steps_down_so_far(folder, num_processes), settings, host_relief=relief)
+        write_ladder(folder, num_processes, ladder, steps_down, settings, host_relief=relief)
     return Start(_engine_of(engine, settings), settings, tuple(ladder), relief, plan)
 
 
@@ -270,52 +257,37 @@ def _engine_of(asked: str, settings: MemorySettings) -> str:
     return engine_family_of(settings.engine) if settings.engine else asked
 
 
-def _note(folder: Path, num_processes: int, cause: Mapping[str, Any], change: str) -> list[dict[str, Any]]:
-    """The steps down so far and this one, which the life that ended could not write itself."""
+def _step_of(cause: Mapping[str, Any], change: str) -> dict[str, Any]:
+    """The step down that the life that ended could not write itself."""
     phase, rank, failure = cause.get("phase", "unknown"), cause.get("rank", 0), cause.get("failure", "")
     lost_s = round(time.time() - float(cause.get("at_s", time.time())), 3)
     log.warning("out of memory on rank %s in phase '%s' of the last life (%s): %s", rank, phase, failure, change)
     seen = {name: cause[name] for name in ("requested_gib", "allocated_gib", "limit_gib", "memory") if name in cause}
-    step = {"phase": phase, "rank": rank, "failure": failure, **seen, "change": change, "way": "relaunch", "seconds": lost_s}
-    return [*steps_down_so_far(folder, num_processes), step]
+    return {"phase": phase, "rank": rank, "failure": failure, **seen, "change": change, "way": "relaunch", "seconds": lost_s}
 
 
 def _step_below(
-    settings: MemorySettings, ladder: Sequence[MemorySettings | Rung], folder: Path, num_processes: int, cause: Mapping[str, Any]
-) -> MemorySettings:
+    settings: MemorySettings, ladder: Sequence[MemorySettings | Rung], steps_down: Sequence[dict[str, Any]], cause: Mapping[str, Any]
+) -> tuple[MemorySettings, str]:
+    """What takes less of the cards, and what changes."""
     report = {"requested_gib": None, "allocated_gib": None, "limit_gib": None, "failure": "", **cause}
     lower = next_settings(ladder, settings, seen_memory(report))
     if lower is None:
-        raise EndOfLadderError(end_message(int(report.get("rank", 0)), report, steps_down_so_far(folder, num_processes)))
-    steps = _note(folder, num_processes, cause, describe_change(settings, lower))
-    write_ladder(folder, num_processes, ladder, steps, lower, host_relief=host_relief_so_far(folder, num_processes))
-    return lower
+        raise EndOfLadderError(end_message(int(report.get("rank", 0)), report, steps_down))
+    return lower, describe_change(settings, lower)
 
 
-def _relieve_host(
-    settings: MemorySettings,
-    asked: MemorySettings,
-    relief: int,
-    ladder: Sequence[MemorySettings | Rung],
-    folder: Path,
-    num_processes: int,
-    cause: Mapping[str, Any],
-) -> tuple[MemorySettings, int]:
-    """What takes less of the host: first no snapshots, then no loader workers, then less offload than a step down had brought."""
-    less = settings
+def _relieve_host(settings: MemorySettings, asked: MemorySettings, relief: int, cause: Mapping[str, Any]) -> tuple[MemorySettings, str]:
+    """What takes less of the host, and what changes: no snapshots, then no loader workers, then less offload than a step had brought."""
     if relief < len(_HOST_STEPS):
-        change = _HOST_STEPS[relief]
-    else:
-        less = _less_offload(settings, asked)
-        if less == settings:
-            raise EndOfLadderError(
-                f"the host's memory ran out on rank {cause.get('rank', 0)} with nothing left to lower: {cause.get('failure', '')}."
-                " What helps: more host memory (or a higher limit of the container), fewer --dataloader_num_workers, no offload."
-            )
-        change = describe_change(settings, less)
-    steps = _note(folder, num_processes, cause, change)
-    write_ladder(folder, num_processes, ladder, steps, less, host_relief=relief + 1)
-    return less, relief + 1
+        return settings, _HOST_STEPS[relief]
+    less = _less_offload(settings, asked)
+    if less == settings:
+        raise EndOfLadderError(
+            f"the host's memory ran out on rank {cause.get('rank', 0)} with nothing left to lower: {cause.get('failure', '')}."
+            " What helps: more host memory (or a higher limit of the container), fewer --dataloader_num_workers, no offload."
+        )
+    return less, describe_change(settings, less)
 
 
 _HOST_STEPS = ("no snapshots in host memory", "no loader workers")

@@ -35,3 +35,20 @@ def environment_as_before() -> Iterator[None]:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job of one process inside the test's own; a crash of the job is an exception, not the end of the tests."""
+    import torch.distributed as dist
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def crash(code: int) -> None:
+        raise AssertionError(f"the job ended with os._exit({code})")
+
+    monkeypatch.setattr(os, "_exit", crash)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import json
-import os
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,7 @@ import pytest
 TINY = "hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1,max_position_embeddings=64"
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A job of one process inside the test's own; its crash is an exception."""
-    import torch.distributed as dist
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-    def crash(code: int) -> None:
-        raise AssertionError(f"the job ended with os._exit({code})")
-
-    monkeypatch.setattr(os, "_exit", crash)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def run(folder: Path, **changes: object) -> list[dict[str, Any]]:

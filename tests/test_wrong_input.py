@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +10,7 @@ import pytest
 TINY = "hidden_size=32,intermediate_size=64,num_hidden_layers=1,num_attention_heads=2,num_key_value_heads=1,max_position_embeddings=256"
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A job of one process inside the test's own; a crash of the job is an exception, not the end of the tests."""
-    import torch.distributed as dist
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-    def crash(code: int) -> None:
-        raise AssertionError(f"the job ended with os._exit({code})")
-
-    monkeypatch.setattr(os, "_exit", crash)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def text_file(folder: Path, name: str = "a.txt", text: str = "some text to train on, and then some more of it. " * 40) -> Path:

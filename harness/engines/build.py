@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from harness.args import Arguments
 from harness.coordination import Coordinator
+from harness.deepspeed_keys import zero_size
 from harness.engines.base import Build, Engine, compute_dtype
 from harness.findings import UserError, has_errors, user_error
 from harness.ladder import MemorySettings
@@ -81,24 +81,14 @@ def initial_settings(args: Arguments, engine: str) -> MemorySettings:
         settings = settings.replace(
             optimizer_offload=float(offload_optimizer.get("ratio", 1.0)) if offload_optimizer.get("device", "none") != "none" else 0.0,
             param_offload=zero.get("offload_param", {}).get("device", "none"),
-            reduce_bucket_size=_elements(zero, "reduce_bucket_size"),
+            reduce_bucket_size=zero_size(zero, "reduce_bucket_size"),
         )
         if zero.get("stage") == 3:
             settings = settings.replace(
-                prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size"),
-                max_live_parameters=_elements(zero, "stage3_max_live_parameters"),
+                prefetch_bucket_size=zero_size(zero, "stage3_prefetch_bucket_size"),
+                max_live_parameters=zero_size(zero, "stage3_max_live_parameters"),
             )
     return settings
-
-
-# DeepSpeed's defaults, in elements.
-_DEFAULT_ELEMENTS = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7, "stage3_max_live_parameters": 1e9}
-
-
-def _elements(zero: Mapping[str, Any], key: str) -> int | None:
-    """A bucket's size in force; None where it is "auto" and the model decides it."""
-    value = zero.get(key, _DEFAULT_ELEMENTS[key])
-    return None if value == "auto" else int(value)
 
 
 def _resolved_ds_config(

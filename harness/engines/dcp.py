@@ -8,7 +8,7 @@ import json
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as checkpoint
@@ -22,10 +22,48 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.coordination import Coordinator
+from harness.engines.base import load_schedule
 from harness.host_copies import HostCopies
 from harness.stored_state import AVERAGES, StoredState, whole
 
 EXTRA = "engine.json"
+
+
+class HasState(Protocol):
+    """What is saved of an engine: sharded or whole tensors, and a few plain values beside them.
+
+    Attributes:
+        skipped: scalar float32, updates left out so far.
+    """
+
+    module: Any
+    optimizer: Any
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    skipped: Tensor
+
+
+def _extra(engine: HasState) -> dict[str, Any]:
+    """The plain values; JSON."""
+    return {"scheduler": engine.scheduler.state_dict(), "scaler": engine.scaler.state_dict(), "skipped": float(engine.skipped.item())}
+
+
+def _take_extra(engine: HasState, extra: dict[str, Any]) -> None:
+    if not extra:
+        return
+    load_schedule(engine.scheduler, extra["scheduler"])
+    if extra.get("scaler") and engine.scaler.is_enabled():
+        engine.scaler.load_state_dict(extra["scaler"])
+    engine.skipped.fill_(extra.get("skipped", 0.0))
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _own_tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with each DTensor's shard in its place."""
+    return {part: {name: _local(value) for name, value in values.items()} for part, values in state.items()}
 
 
 @functools.cache
@@ -39,11 +77,7 @@ def staged(state: dict[str, Any], copies: HostCopies) -> dict[str, Any]:
 
     The copies are overwritten by the next call: the writing of the last one must have ended, which `Checkpointer.save` waits for.
     """
-    local = {
-        part: {name: value.to_local() if isinstance(value, DTensor) else value for name, value in values.items()}
-        for part, values in state.items()
-    }
-    copied = copies.copy("checkpoint", local)
+    copied = copies.copy("checkpoint", _own_tensors(state))
     for part, values in state.items():
         for name, value in values.items():
             if isinstance(value, DTensor):  # not `from_local`, which would send the copy back to the mesh's device
@@ -82,15 +116,14 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     }
 
 
-def save(
-    directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any], coordinator: Coordinator
-) -> Future[None]:
+def save(directory: Path, engine: HasState, coordinator: Coordinator) -> Future[None]:
     """Copies this rank's shards to host memory and writes them while training goes on.
 
     Uses the coordinator's own gloo group for checkpoints: on the default group it would interleave with the training's collectives.
     """
+    extra = _extra(engine)
     directory.mkdir(parents=True, exist_ok=True)
-    state = own_share(_state(module, optimizer), coordinator.process_index, coordinator.num_processes)
+    state = own_share(_state(engine.module, engine.optimizer), coordinator.process_index, coordinator.num_processes)
     options: dict[str, Any] = {"checkpoint_id": str(directory), "process_group": coordinator.checkpoint_group}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -120,16 +153,21 @@ class _Staged:
         pass
 
 
-def load(directory: Path, module: nn.Module, optimizer: torch.optim.Optimizer, coordinator: Coordinator) -> dict[str, Any]:
-    """Reads weights and optimizer state in place, resharding where the number of ranks has changed. Returns `extra`."""
-    state = _state(module, optimizer)
+def _hand_back(engine: HasState, state: dict[str, Any]) -> None:
+    """The model's tensors were filled in place; the optimizer's are handed back under its own numbering."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(engine.module, engine.optimizer, state["optimizer"], options=options)
+
+
+def load(directory: Path, engine: HasState, coordinator: Coordinator) -> None:
+    """Reads what `save` wrote, resharding where the number of ranks has changed."""
+    state = _state(engine.module, engine.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint.load(state, checkpoint_id=str(directory), process_group=coordinator.checkpoint_group)
-    # The model's tensors were filled in place; the optimizer's are handed back under its own numbering.
-    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True))
+    _hand_back(engine, state)
     path = directory / EXTRA
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    _take_extra(engine, json.loads(path.read_text(encoding="utf-8")) if path.exists() else {})
 
 
 def _fill(target: Tensor, value: Tensor) -> None:
@@ -167,26 +205,20 @@ def adopt(module: nn.Module, optimizer: torch.optim.Optimizer, source: StoredSta
     return []
 
 
-def snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> dict[str, Any]:
+def snapshot(engine: HasState) -> dict[str, Any]:
     """This rank's tensors and plain values of weights and optimizer, shards as plain tensors; not copies."""
-    state = _state(module, optimizer)
-    parts = {part: {name: _local(value) for name, value in values.items()} for part, values in state.items()}
-    return {**parts, "extra": extra}
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
+    return {**_own_tensors(_state(engine.module, engine.optimizer)), "extra": _extra(engine)}
 
 
 @torch.no_grad()
-def load_snapshot(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Takes over what `snapshot` gave in an engine of the same layout. Returns `extra`."""
-    state = _state(module, optimizer)
+def load_snapshot(engine: HasState, saved: dict[str, Any]) -> None:
+    """Takes over what `snapshot` gave in an engine of the same layout."""
+    state = _state(engine.module, engine.optimizer)
     for part, values in state.items():
         for name, value in values.items():
             if isinstance(value, Tensor):
                 _local(value).copy_(saved[part][name])
             else:
                 values[name] = saved[part][name]
-    set_optimizer_state_dict(module, optimizer, state["optimizer"], options=StateDictOptions(flatten_optimizer_state_dict=True))
-    return dict(saved["extra"])
+    _hand_back(engine, state)
+    _take_extra(engine, saved["extra"])

@@ -21,7 +21,6 @@ from harness.engines.base import (
     advance,
     clip_and_step,
     compute_dtype,
-    load_schedule,
     micro_batch_loss,
     place_schedule,
     scaled_step,
@@ -154,28 +153,17 @@ class DdpEngine:
     def loss_scale(self) -> float | None:
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
 
-    def _extra(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "skipped": float(self.skipped.item())}
-
-    def _take_extra(self, extra: dict[str, Any]) -> None:
-        if not extra:
-            return
-        load_schedule(self.scheduler, extra["scheduler"])
-        if extra.get("scaler"):
-            self.scaler.load_state_dict(extra["scaler"])
-        self.skipped.fill_(extra.get("skipped", 0.0))
-
     def save(self, directory: Path) -> Future[None]:
-        return dcp.save(directory, self.module, self.optimizer, self._extra(), self.coordinator)
+        return dcp.save(directory, self, self.coordinator)
 
     def load(self, directory: Path) -> None:
-        self._take_extra(dcp.load(directory, self.module, self.optimizer, self.coordinator))
+        dcp.load(directory, self, self.coordinator)
 
     def snapshot_state(self) -> Any:
-        return dcp.snapshot(self.module, self.optimizer, self._extra())
+        return dcp.snapshot(self)
 
     def load_snapshot(self, state: Any) -> None:
-        self._take_extra(dcp.load_snapshot(self.module, self.optimizer, state))
+        dcp.load_snapshot(self, state)
 
     def adopt(self, source: StoredState, num_updates: int) -> list[str]:
         place_schedule(self.scheduler, num_updates)

@@ -308,10 +308,13 @@ class ZeroEngine:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else None
 
     def save(self, directory: Path) -> Future[None]:
+        self._write(str(directory))
+        return self.writer.take_pending()
+
+    def _write(self, directory: str) -> None:
         client = {"num_bad_losses": self.num_bad_losses}
         frozen = self.lora is not None  # the base under adapters comes from the model's own files again
-        self.engine.save_checkpoint(str(directory), tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=frozen)
-        return self.writer.take_pending()
+        self.engine.save_checkpoint(directory, tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=frozen)
 
     def load(self, directory: Path) -> None:
         path, client = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=self.lora is None)
@@ -332,11 +335,8 @@ class ZeroEngine:
 
     def snapshot_state(self) -> Any:
         memory = FilesInMemory()
-        client = {"num_bad_losses": self.num_bad_losses}
         with self._with_files(memory) as folder:
-            self.engine.save_checkpoint(
-                folder, tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=self.lora is not None
-            )
+            self._write(folder)
         return memory.files
 
     def load_snapshot(self, state: Any) -> None:
