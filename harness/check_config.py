@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.args import GROUPS, Arguments, argument_names, from_config, parse_args, read_yaml
+from harness.args import GROUPS, Arguments, argument_names
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings
 from harness.check_deepspeed import check_deepspeed
@@ -28,6 +28,7 @@ from harness.check_launch import Launch, check_build_locks, check_environment, c
 from harness.deepspeed_json import get_value
 from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
+from harness.parsing import from_config, parse_args, read_yaml
 from harness.templates import TESTED_OPTIMIZERS, apply_launch_to_args, fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
 
 # Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.

@@ -16,10 +16,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from harness.args import Arguments, DataArguments, parse_args
+from harness.args import Arguments, DataArguments
 from harness.batches import StepBatch
 from harness.findings import Finding, UserError, user_error
 from harness.mixtures import Concatenation, Mixture, read_mix
+from harness.parsing import parse_args
 from harness.preparation import DataReport, Preparer, preview, sources_of, validation_source
 from harness.step_loader import SampleList, SampleSource, StepLoader, longest_possible_step, longest_step
 from harness.streaming import StreamDataset, StreamLoader

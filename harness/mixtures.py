@@ -26,9 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from harness.args import DataArguments, read_yaml
+from harness.args import DataArguments
 from harness.batches import Sample
 from harness.findings import Finding, UserError
+from harness.parsing import read_yaml
 from harness.permutation import Permutation, combine_seeds
 from harness.source_specs import digest
 from harness.token_store import TokenizedDataset

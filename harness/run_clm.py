@@ -27,8 +27,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from harness import guard_line, run_folder
-from harness.args import Arguments, from_config, parse_args, world_size_from_environment
+from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
+from harness.parsing import from_config, parse_args
 from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
 
 log = logging.getLogger("harness")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.args import parse_args
 from harness.check_config import check_run
 from harness.findings import Finding
 from harness.machine import GIB, Gpu, Machine
+from harness.parsing import parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Machine(num_cpus=4, host_memory_bytes=64 * GIB)

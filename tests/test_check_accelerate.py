@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from harness import check_accelerate as accelerate_rules
-from harness.args import read_yaml
 from harness.check_accelerate import check_accelerate, environment_of, layer_classes
+from harness.parsing import read_yaml
 from tests.checking import AMPERE, CPU, GPU4, ROOT, Rule, check_both, deepspeed, fsdp, rule_id, sizes
 
 WRAP = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from harness import check_arguments as argument_rules
-from harness.args import parse_args
 from harness.check_config import check_run
 from harness.machine import GIB, Gpu, Machine, detect_machine, visible
+from harness.parsing import parse_args
 from tests.checking import AMPERE, CPU, ROOT, VOLTA, Rule, check_both, rule_id, run_findings
 
 WRAP = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
@@ -383,8 +383,8 @@ def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ],
 )
 def test_fast_paths_that_an_engine_lacks_are_refused(flags: str, engine: str, expected: list[str]) -> None:
-    from harness.args import parse_args
     from harness.check_arguments import kernel_findings
+    from harness.parsing import parse_args
 
     args = parse_args(["--model_name_or_path", "gpt2", "--output_dir", "out", *flags.split()])
     assert [f"{finding.key}: {finding.message}" for finding in kernel_findings(args, engine)] == expected

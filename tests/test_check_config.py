@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from harness.args import parse_args, read_yaml
 from harness.check_accelerate import check_accelerate, environment_of
 from harness.check_config import check_config_consistency, main, write_template
 from harness.check_deepspeed import check_deepspeed
 from harness.deepspeed_json import read_deepspeed_config
 from harness.findings import UserError
+from harness.parsing import parse_args, read_yaml
 from tests.checking import AMPERE, CPU, ROOT, fsdp, optimizer, run_findings, zero
 
 JSON_FILE = str(ROOT / "ds_configs" / "zero3.json")

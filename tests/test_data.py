@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from harness import data as data_module
-from harness.args import DataArguments, parse_args
+from harness.args import DataArguments
 from harness.batches import IGNORE
 from harness.data import prepare_data
 from harness.findings import UserError
+from harness.parsing import parse_args
 from harness.preparation import resolve_block_size
 from harness.step_loader import StepLoader, eval_batches, longest_step
 from tests.data_tokenizers import byte_tokenizer

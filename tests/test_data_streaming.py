@@ -8,9 +8,10 @@ import json
 import pytest
 import yaml
 
-from harness.args import DataArguments, parse_args
+from harness.args import DataArguments
 from harness.data import build_loader, dry_run_step, prepare_data
 from harness.findings import UserError
+from harness.parsing import parse_args
 from harness.streaming import StreamDataset
 from tests.data_tokenizers import byte_tokenizer
 

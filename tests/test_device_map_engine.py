@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from harness.args import parse_args
 from harness.batches import StepBatch, make_sample, make_step_batch
 from harness.modeling import build_empty, byte_tokenizer, load_config
+from harness.parsing import parse_args
 
 
 def _args(tmp_path: Path, *flags: str) -> Any:

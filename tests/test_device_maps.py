@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from harness.args import DeviceMapArguments, parse_args
+from harness.args import DeviceMapArguments
 from harness.device_maps import apply_balanced_device_map, create_balanced_device_map, main, parse_gpus, plan_device_map
 from harness.findings import UserError
 from harness.model_units import MapJob, block_classes, check_device_map, device_of, find_units, tied_groups
+from harness.parsing import parse_args
 from harness.partition import Device, fair_shares
 from harness.placement import (
     Placing,

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness import hf_names
-from harness.args import argument_names, parse_args
+from harness.args import argument_names
 from harness.findings import Finding, UserError
 from harness.hf_names import NAMES, Name, translate
+from harness.parsing import parse_args
 
 # Fields of TrainingArguments that can be set, in the first and last minor release of transformers that has them (of 4.40 to 5.24).
 TRAINING_ARGUMENTS = {

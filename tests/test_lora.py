@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from harness import lora as lora_module
-from harness.args import LoraArguments, parse_args
+from harness.args import LoraArguments
 from harness.findings import UserError
 from harness.lora import (
     attach_lora,
@@ -28,6 +28,7 @@ from harness.lora import (
     untrained_flags,
 )
 from harness.lora_targets import find_targets, parse_layers
+from harness.parsing import parse_args
 
 torch.set_num_threads(1)
 

@@ -616,8 +616,8 @@ def test_a_name_on_the_hub_is_no_folder_that_does_not_exist(name: str, is_path: 
 
 
 def test_a_run_refuses_impossible_sizes_before_anything_is_loaded(tmp_path: Path) -> None:
-    from harness.args import from_config
     from harness.check_arguments import model_facts
+    from harness.parsing import from_config
 
     def problems(text: str) -> list[str]:
         path = tmp_path / "config.json"

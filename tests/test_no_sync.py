@@ -23,8 +23,8 @@ PACKED = "two documents in a row, kept apart"
 
 def build(engine: str, checkpointing: str, coordinator: Any) -> Any:
     from harness import modeling
-    from harness.args import parse_args
     from harness.engines.build import build_engine, initial_settings, master_dtype
+    from harness.parsing import parse_args
     from harness.votes import checker, make_vote
 
     flags = f"--model_type llama --config_overrides {OVERRIDES} --tokenizer_name bytes --train_file none --output_dir none --use_cpu"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.args import parse_args
 from harness.findings import UserError
+from harness.parsing import parse_args
 from harness.profiling import Shares, StepProfiler, kind_of, length, shares, union
 
 

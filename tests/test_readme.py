@@ -148,7 +148,7 @@ def script_of(words: list[str]) -> tuple[str, list[str]]:
 def check_start(words: list[str]) -> None:
     """A command that starts a script: parsed by its launcher, by our launcher and by the run's own rules, not executed."""
     from harness import check_config
-    from harness.args import parse_args
+    from harness.parsing import parse_args
     from launch import run
     from launch.command import make_plan
 
@@ -234,7 +234,7 @@ def known_flags() -> set[str]:
     """Every flag of the script, of launch/run.py, of accelerate's launcher and of the harness commands."""
     from accelerate.commands.launch import launch_command_parser
 
-    from harness.args import _Parser
+    from harness.parsing import _Parser
     from launch.run import _parser
 
     parsers = [_Parser().inner, _parser(), launch_command_parser()]
@@ -317,7 +317,7 @@ def test_the_rows_that_the_example_logs(folder: Path) -> None:
 
 def test_the_lora_example_has_names_that_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness import lora
-    from harness.args import from_config
+    from harness.parsing import from_config
 
     (example,) = blocks(ROOT / "docs/lora.md", "python")
     seen: list[Arguments] = []

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from harness.args import TrainArguments, parse_args
+from harness.args import TrainArguments
 from harness.engines import dcp
 from harness.engines.base import load_schedule, place_schedule
 from harness.findings import UserError
 from harness.host_copies import HostCopies
+from harness.parsing import parse_args
 from harness.resume import _trainer_run, check, compare, config_facts, loads_directly, template_facts
 from harness.stored_state import DcpState, engine_family, whole
 from harness.trainer import Trainer, TrainState

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from harness import memory, run_plan
-from harness.args import from_config
 from harness.findings import UserError, user_error
 from harness.ladder import MemorySettings
 from harness.model_shape import Measured, RunShape, ZeroOptions
+from harness.parsing import from_config
 from harness.run_plan import JobFacts, StartPlan, plan_start
 from tests.test_planner import SHAPE
 

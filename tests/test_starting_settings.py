@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from harness import guard_line, memory, run_plan
-from harness.args import from_config
 from harness.ladder import MemorySettings
 from harness.model_shape import Measured
 from harness.oom_reports import write_ladder
+from harness.parsing import from_config
 from harness.run_plan import JobFacts
 from harness.starting_settings import DryRunWatch, Start, choose_start, job_facts
 from tests.test_planner import SHAPE

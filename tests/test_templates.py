@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from harness.args import Arguments, parse_args
+from harness.args import Arguments
 from harness.deepspeed_json import get_value, read_deepspeed_config, set_value, unresolved
 from harness.findings import Finding, UserError, has_errors
+from harness.parsing import parse_args
 from harness.templates import (
     apply_launch_to_args,
     apply_template_to_args,

@@ -25,8 +25,8 @@ def alone() -> Iterator[Any]:
 
 def build(alone: Any, engine: str, *flags: str) -> Any:
     from harness import modeling
-    from harness.args import parse_args
     from harness.engines.build import build_engine, initial_settings, master_dtype
+    from harness.parsing import parse_args
 
     base = f"--model_type llama --config_overrides {OVERRIDES} --tokenizer_name bytes --train_file none --output_dir none --precision bf16"
     args = parse_args([*base.split(), "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", *flags])
