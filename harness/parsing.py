@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,22 @@ import yaml
 from harness import hf_names
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import resolve
-from harness.findings import Finding, UserError, has_errors, user_error
+from harness.findings import Finding, UserError, user_error
+
+# What a wrong value should have been, by the function that reads it.
+_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
+
+
+class _WrongUseError(Exception):
+    """A flag that cannot be parsed at all, such as one without its value."""
+
+    def __init__(self, flag: str, message: str) -> None:
+        super().__init__(message)
+        self.flag = flag
 
 
 class _Parser:
-    """HfArgumentParser with our rules: no abbreviations, errors raised instead of printed."""
+    """HfArgumentParser with our rules: no abbreviations, and all wrong values at once instead of the first one."""
 
     def __init__(self) -> None:
         from transformers.hf_argparser import HfArgumentParser, string_to_bool
@@ -37,20 +48,54 @@ class _Parser:
         class Raising(HfArgumentParser):
             def error(self, message: str) -> Any:  # type: ignore[override]
                 key, _, rest = message.removeprefix("argument ").partition(": ")
-                raise user_error(key.split("/")[0], rest or message, "see --help")
+                raise _WrongUseError(key.split("/")[0], rest or message)
 
         groups: Any = GROUPS
+        self.problems: dict[str, Finding] = {}
         self.inner = Raising(groups, allow_abbrev=False, prog="run_clm.py")
         for action in self.inner._actions:
             if action.type is string_to_bool and action.nargs is None:  # Optional[bool]: bare means True, as for bool
                 action.nargs, action.const = "?", True
+            if callable(action.type):
+                action.type = self._noting(action, action.type)
         self.inner.add_argument("--config", default=None, help="YAML file with the same names; flags win over it.")
 
-    def parse(self, tokens: Sequence[str]) -> tuple[argparse.Namespace, set[str]]:
-        namespace, unknown = self.inner.parse_known_args(list(tokens))
-        if unknown:
-            raise UserError(_unknown_argument(token) for token in _flags_of(unknown))
-        return namespace, self._typed(tokens)
+    def _noting(self, action: argparse.Action, read: Callable[[str], Any]) -> Callable[[str], Any]:
+        """`read`, but a value that it refuses is noted, and the default stands for it."""
+        flag = action.option_strings[0]
+
+        def value_of(text: str) -> Any:
+            try:
+                value = read(text)
+            except (TypeError, ValueError, argparse.ArgumentTypeError):
+                kind = _KINDS.get(getattr(read, "__name__", ""), "of another kind")
+                self.problems[flag] = Finding("error", flag, f"must be {kind}, not {text!r}", "see --help")
+                return action.default
+            if action.choices is not None and value not in action.choices:
+                names = ", ".join(map(str, action.choices))
+                close = difflib.get_close_matches(text, [str(choice) for choice in action.choices], n=1, cutoff=0.6)
+                self.problems[flag] = Finding("error", flag, f"must be one of {names}, not {text!r}", f"{flag} {close[0]}" if close else "")
+                return action.default
+            return value
+
+        return value_of
+
+    def parse(self, tokens: Sequence[str]) -> tuple[argparse.Namespace, set[str], list[Finding]]:
+        """Returns the values (a default for each wrong one), the names that were given, and everything that is wrong with them."""
+        left = list(tokens)
+        self.problems = {}
+        while True:
+            try:
+                namespace, unknown = self.inner.parse_known_args(left)
+                break
+            except _WrongUseError as error:
+                options = next((action.option_strings for action in self.inner._actions if error.flag in action.option_strings), [])
+                rest = [token for token in left if token.split("=", 1)[0] not in options]
+                if len(rest) == len(left):
+                    raise user_error(error.flag, str(error), "see --help") from None
+                self.problems[error.flag] = Finding("error", error.flag, str(error), "see --help")
+                left = rest
+        return namespace, self._typed(tokens), [*self.problems.values(), *map(_unknown_argument, _flags_of(unknown))]
 
     def _typed(self, tokens: Sequence[str]) -> set[str]:
         known = {option: action.dest for action in self.inner._actions for option in action.option_strings}
@@ -122,22 +167,19 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     """
     tokens, config_path = _split_config(argv)
     from_file: dict[str, Any] = read_yaml(config_path) if config_path else {}
-    findings: list[Finding] = []
     translated, notes = hf_names.translate(tokens_of(from_file) + tokens, argument_names())
-    findings += notes
-    if has_errors(findings):
-        # Report the flags nobody knows together with the refused ones.
-        try:
-            _Parser().parse(translated)
-        except UserError as error:
-            findings += error.findings
-        raise UserError(finding for finding in findings if finding.severity == "error")
-    namespace, typed = _Parser().parse(translated)
+    namespace, typed, wrong = _Parser().parse(translated)
+    problems = [note for note in notes if note.severity == "error"] + wrong
     parsed = vars(namespace)
     groups: list[Any] = [group(**{field.name: parsed[field.name] for field in dataclasses.fields(group)}) for group in GROUPS]
     args = Arguments(*groups)
-    args.typed, args.notes = frozenset(typed), tuple(findings)
-    return resolve(args)
+    args.typed, args.notes = frozenset(typed), tuple(notes)
+    # A flag that is wrong or misspelt is as good as missing: nothing more is said about it.
+    settled = {finding.key for finding in problems} | {finding.fix.removeprefix("did you mean ").rstrip("?") for finding in problems}
+    problems += [finding for finding in resolve(args) if finding.key not in settled]
+    if problems:
+        raise UserError(problems)
+    return args
 
 
 def _split_config(argv: Sequence[str]) -> tuple[list[str], str | None]:

@@ -1,0 +1,77 @@
+"""Command lines, YAML files and dictionaries: every mistake in one message, and nothing said twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.findings import UserError
+from harness.parsing import from_config, parse_args
+
+GOOD = ["--model_type", "llama", "--output_dir", "out"]
+
+
+def lines(tokens: list[str]) -> list[str]:
+    """What `parse_args` refuses a command line for."""
+    with pytest.raises(UserError) as error:
+        parse_args(tokens)
+    return [finding.line() for finding in error.value.findings]
+
+
+def test_all_wrong_values_are_reported_together() -> None:
+    found = lines(
+        [
+            *("--max_steps", "ten", "--learning-rate=fast", "--save_final", "maybe", "--packing", "best_fitt"),
+            *("--learnig_rate", "1", "--lora_r", "x", "--block_size", "1", "--model_type", "llama", "--fp16_opt_level", "O1"),
+        ]
+    )
+    packing = "must be one of concat, best_fit, none, not 'best_fitt' -> --packing best_fit"
+    assert sorted(found) == sorted(
+        [
+            "error   --max_steps: must be a whole number, not 'ten' -> see --help",
+            "error   --learning_rate: must be a number, not 'fast' -> see --help",
+            "error   --save_final: must be true or false, not 'maybe' -> see --help",
+            f"error   --packing: {packing}",
+            "error   --lora_r: must be a whole number, not 'x' -> see --help",
+            "error   --learnig_rate: unknown argument -> did you mean --learning_rate?",
+            "error   --block_size: must be at least 2, not 1",
+            "error   --output_dir: is missing -> say where the run is written: --output_dir out",
+        ]
+    )
+
+
+def test_flags_without_a_value_do_not_hide_the_rest() -> None:
+    assert sorted(lines([*GOOD, "--max_steps", "--train_file", "--seed", "x", "--no_save_final=5"])) == [
+        "error   --max_steps: expected one argument -> see --help",
+        "error   --no_save_final: ignored explicit argument '5' -> see --help",
+        "error   --seed: must be a whole number, not 'x' -> see --help",
+        "error   --train_file: expected at least one argument -> see --help",
+    ]
+
+
+def test_a_flag_that_is_wrong_or_misspelt_is_not_missed_as_well() -> None:
+    assert lines(["--model_type", "llama", "--output_dri", "out"]) == [
+        "error   --output_dri: unknown argument -> did you mean --output_dir?"
+    ]
+    assert lines([*GOOD, "--streaming", "--max_steps", "many"]) == ["error   --max_steps: must be a whole number, not 'many' -> see --help"]
+
+
+def test_files_and_dictionaries_are_read_by_the_same_rules(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model_type: llama\noutput_dir: out\nmax_steps: ten\nbf16: perhaps\n")
+    expected = [
+        "error   --max_steps: must be a whole number, not 'ten' -> see --help",
+        "error   --bf16: must be true or false, not 'perhaps' -> see --help",
+    ]
+    assert lines(["--config", str(path)]) == expected
+    with pytest.raises(UserError) as error:
+        from_config({"model_type": "llama", "output_dir": "out", "max_steps": "ten", "bf16": "perhaps"})
+    assert [finding.line() for finding in error.value.findings] == expected
+
+
+def test_right_values() -> None:
+    args = parse_args([*GOOD, "--bf16", "--learning-rate", "1e-4", "--train_file", "a", "b", "--packing", "none", "--save_final", "no"])
+    assert (args.train.precision, args.train.learning_rate, args.data.train_file) == ("bf16", 1e-4, ["a", "b"])
+    assert (args.data.packing, args.train.save_final, args.train.max_steps) == ("none", False, -1)
+    assert args.typed == {"model_type", "output_dir", "bf16", "learning_rate", "train_file", "packing", "save_final"}
