@@ -10,7 +10,8 @@
 
 JSON has no NaN: a non-finite number is null, and `"nonfinite": {"loss": "nan"}` says what it was. The file is only ever appended to. A run
 that resumes at step N writes a `resume` event; the rows after step N of its earlier life stay in the file, and `read_metrics` leaves
-them out (or marks them `superseded`). A line torn by a crash is skipped and counted.
+them out (or marks them `superseded`). The first row of a life after the first says when it began, `"life_began_s"`. A line torn by a
+crash is skipped and counted.
 
 On the console the same row is one line, which `parse_console` reads back:
 
@@ -108,7 +109,7 @@ _NAMES: dict[str, str] = {label: name for name, label in _LABELS.items()}
 _ORDER: list[str] = [field.name for field in dataclasses.fields(StepMetrics) if field.name not in ("extra", "max_steps")]
 _ORDER.remove("loss")
 _ORDER.insert(_ORDER.index("epoch") + 1, "loss")
-_NOT_PRINTED = frozenset({"kind", "time_s", "nonfinite", "max_steps", "event", "superseded"})
+_NOT_PRINTED = frozenset({"kind", "time_s", "nonfinite", "max_steps", "event", "superseded", "life_began_s"})
 
 
 def plain(value: Any) -> Any:
@@ -355,6 +356,7 @@ class MetricsLog:
         self._warned: set[str] = set()
         self._rows: list[dict[str, Any]] = []  # for the summary where there is no file
         self._bar: Any = None
+        self._life_began_s: float | None = None  # to be said with the next row
         if self.path is not None:
             self._open(self.path)
         if enabled and (sys.stdout.isatty() if progress_bar is None else progress_bar) and console:
@@ -362,7 +364,9 @@ class MetricsLog:
 
     def _open(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        has_rows = path.exists() and path.stat().st_size > 0
+        torn = has_rows and not _ends_with_newline(path)
+        self._life_began_s = round(time.time(), 3) if has_rows else None
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
         if torn:  # end the line of a life that was killed while writing it, so that ours stays whole
             self._file.write("\n")
@@ -394,6 +398,8 @@ class MetricsLog:
             values.setdefault("max_steps", self.max_steps)
         values = {"kind": kind, "time_s": round(time.time(), 3), **values} | {"kind": kind}
         with self._lock:
+            if self._life_began_s is not None:
+                values["life_began_s"], self._life_began_s = self._life_began_s, None
             self._write(values)
         if self.console and kind != "gpu":
             self._write_line(format_console(values, kind))
@@ -422,7 +428,7 @@ class MetricsLog:
 
     def _track(self, values: Mapping[str, Any], kind: str) -> None:
         step = values.get("step")
-        skip = {"step", "max_steps", "time_s", "kind"}
+        skip = {"step", "max_steps", "time_s", "kind", "life_began_s"}
         numbers = {
             f"{kind}/{name.removeprefix('eval_') if kind == 'eval' else name}": value
             for name, value in values.items()
@@ -442,7 +448,7 @@ class MetricsLog:
 
     def summary(self) -> dict[str, Any]:
         """`summarize` of all rows of this run, those of earlier lives included."""
-        rows = read_metrics(self.path).rows if self.path is not None and self.path.exists() else self._rows
+        rows = read_metrics(self.path, keep_superseded=True).rows if self.path is not None and self.path.exists() else self._rows
         return summarize(rows)
 
     def close(self, status: str | None = None, step: int | None = None) -> None:
@@ -485,8 +491,14 @@ def _ends_with_newline(path: Path) -> bool:
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The run in a dozen numbers; empty without train rows.
 
-    Throughput, MFU and step time are medians over the rows, so that the first, slow one does not matter.
+    Throughput, MFU and step time are medians over the rows, so that the first, slow one does not matter. `wall_time_s` is the time of all
+    lives, without the time between them; where there are several, `num_lives` says how many, and `life_wall_time_s` is the last one's.
+
+    Args:
+        rows: of one run; those marked `superseded` count in the times alone.
     """
+    lives = _life_times(rows)
+    rows = [row for row in rows if not row.get("superseded")]
     train = [row for row in rows if row.get("kind") == "train"]
     if not train:
         return {}
@@ -510,10 +522,28 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     result["num_steps_down"] = sum(row.get("event") == "oom" for row in events)
     result["num_lost_steps"] = sum(row.get("lost_steps") or 0 for row in events if row.get("event") == "resume")
     result["num_events"] = sum(row.get("kind") == "event" for row in rows)
-    times = [row["time_s"] for row in rows if _is_finite(row.get("time_s"))]
-    if times:
-        result["wall_time_s"] = round(times[-1] - times[0], 3)
+    if lives:
+        result["wall_time_s"] = round(sum(lives), 3)
+    if len(lives) > 1:
+        result |= {"num_lives": len(lives), "life_wall_time_s": round(lives[-1], 3)}
     return result
+
+
+def _life_times(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of each life: of the first from its first row to its last, of the others from their beginning to their last row."""
+    said = any(_is_finite(row.get("life_began_s")) for row in rows)  # else a file of before, where a resume begins one
+    spans: list[tuple[float, float]] = []
+    for row in rows:
+        if not _is_finite(row.get("time_s")):
+            continue
+        time_s = float(row["time_s"])
+        if _is_finite(row.get("life_began_s")):
+            spans.append((float(row["life_began_s"]), time_s))
+        elif not spans or (not said and row.get("event") == "resume"):
+            spans.append((time_s, time_s))
+        else:
+            spans[-1] = (spans[-1][0], time_s)
+    return [end_s - start_s for start_s, end_s in spans]
 
 
 def _is_finite(value: Any) -> bool:

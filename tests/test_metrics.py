@@ -280,7 +280,7 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
     second.log({"step": 3, "eval_loss": 3.5}, kind="eval")
     second.close("finished", 4)
     summary = read_metrics(tmp_path).of_kind("summary")[0]
-    assert summary.pop("wall_time_s") >= 0
+    assert summary.pop("wall_time_s") >= summary.pop("life_wall_time_s") >= 0
     assert summary.pop("time_s") > 0
     assert summary == {
         "kind": "summary",
@@ -297,9 +297,41 @@ def test_summary_of_all_lives(tmp_path: Any) -> None:
         "num_steps_down": 1,
         "num_lost_steps": 4,
         "num_events": 2,
+        "num_lives": 2,
     }
     assert lines[-1].startswith("summary | step: 4 | ")
     assert summarize([]) == {}
+
+
+def train_row(time_s: float, step: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "train", "time_s": time_s, "step": step, "loss": 1.0, **more}
+
+
+def test_time_between_lives_does_not_count() -> None:
+    first = [train_row(100.0, 1), train_row(130.0, 2, superseded=True)]
+    again = [train_row(1015.0, 2, life_began_s=1000.0), train_row(1020.0, 3)]
+    assert summarize(first[:1])["wall_time_s"] == 0.0
+    assert "num_lives" not in summarize(first)
+    summary = summarize([*first, *again])
+    assert (summary["wall_time_s"], summary["life_wall_time_s"], summary["num_lives"]) == (50.0, 20.0, 2)
+    third = [{"kind": "event", "event": "oom", "time_s": 5003.0, "life_began_s": 5000.0}, train_row(5007.0, 4)]
+    third.insert(1, {"kind": "event", "event": "resume", "time_s": 5004.0, "step": 3})
+    assert (summarize([*first, *again, *third])["wall_time_s"], summarize([*first, *again, *third])["num_lives"]) == (57.0, 3)
+    # A file of before lives said when they began.
+    old = [train_row(100.0, 1), {"kind": "event", "event": "resume", "time_s": 900.0, "step": 1}, train_row(920.0, 2)]
+    assert (summarize(old)["wall_time_s"], summarize(old)["life_wall_time_s"]) == (20.0, 20.0)
+
+
+def test_only_the_first_row_of_a_later_life_says_when_it_began(tmp_path: Any) -> None:
+    for step in (1, 2):
+        log, lines = make_log(tmp_path)
+        log.log(StepMetrics(step=step, loss=1.0))
+        log.event("save", step=step)
+        log.close()
+        assert lines == [f"train | step: {step} | loss: 1", f"event: save | step: {step}"]
+    rows = read_metrics(tmp_path).rows
+    assert ["life_began_s" in row for row in rows] == [False, False, True, False]
+    assert rows[1]["time_s"] <= rows[2]["life_began_s"] <= rows[2]["time_s"]
 
 
 def test_progress_bar_does_not_swallow_lines(capsys: Any) -> None:
