@@ -5,7 +5,7 @@
 
 - a launcher that dies (the deepspeed runner leaves its ranks behind when it is killed) ends the run with a save, not with orphans;
 - a guard that dies takes its child with it;
-- the child's exit code and signal reach the launcher unchanged;
+- the child's exit code and signal reach the launcher unchanged, and `exit.json` names a signal that killed it from outside;
 - a child that must come back with smaller settings is started again, on all ranks, without the launcher's notice (harness.relaunch_hub).
 """
 
@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from harness import guard_line
 from harness.guard_line import die_with_parent
-from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, send_line
+from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, send_line, signal_text
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -144,6 +144,9 @@ class Guard:
         self.reported = self.stop_asked = False
         self.cause: dict[str, Any] | None = None
         self.held: dict[str, int] = {}
+        self.folder: Path | None = None
+        self.started_s = time.time()
+        self.killed_by = ""
         if self.num_ranks > 1 and self.rank == 0:
             everywhere = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", self.num_ranks))) < self.num_ranks
             self.hub = Hub(self.num_ranks, self.selector, everywhere=everywhere)
@@ -227,6 +230,8 @@ class Guard:
             self._call_hub(message)
         elif message["op"] == "cause":
             self.cause = message["cause"]
+        elif message["op"] == "folder":
+            self.folder, self.started_s = Path(message["path"]), float(message["started_s"])
         elif message["op"] == "hold" and descriptors:
             old = self.held.pop(message["name"], None)
             if old is not None:
@@ -243,7 +248,11 @@ class Guard:
                 self._hear_child(self.line)
             self.reported = True
             self.leave_at_s = time.monotonic() + (LAST_WORD_S if child.returncode not in IN_ORDER else IN_ORDER_S)
-            self._report(Report(self.rank, self.attempt, child.returncode, self._why(child.returncode)))
+            cause = self._why(child.returncode)
+            self.killed_by = self._signal_from_outside(child.returncode, cause)
+            if cause is None:
+                self._record_kill()  # at once: the others fail because of it, and the first reason stays
+            self._report(Report(self.rank, self.attempt, child.returncode, cause))
         if self.ruling is not None and self.ruling.kind == "relaunch" and not self.stop_asked:
             self.attempt = self.ruling.attempt
             if self.rank == 0:
@@ -253,6 +262,7 @@ class Guard:
         alone = self.num_ranks > 1 and self.to_hub is None
         if self.ruling is None and not alone and time.monotonic() < (self.leave_at_s or 0):
             return None
+        self._record_kill()
         ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
         return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
 
@@ -263,6 +273,21 @@ class Guard:
         if code == -signal.SIGKILL and self.kill_at_s is None and num_kernel_kills() > self.num_kernel_kills:
             return {"phase": "unknown", "memory": "host", "failure": "killed by the kernel: the memory limit of the container or machine"}
         return None
+
+    def _signal_from_outside(self, code: int, cause: dict[str, Any] | None) -> str:
+        """What is to be said of a child that a signal ended which was not this guard's; empty for any other end."""
+        if code >= 0 or self.kill_at_s is not None:
+            return ""
+        who = ", " + cause["failure"].removeprefix("killed ") if cause and "failure" in cause else ""
+        return f"rank {self.rank} was killed by {signal_text(-code)}{who}"
+
+    def _record_kill(self) -> None:
+        if self.killed_by:
+            from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
+
+            print(self.killed_by, file=sys.stderr, flush=True)
+            record_exit(self.folder, FAILED, self.killed_by, self.rank, self.started_s)
+            self.killed_by = ""
 
     # ---- the hub
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.relaunch_hub import RELAUNCH
@@ -84,6 +85,15 @@ def join_hub(broadcast: Callable[[Any], Any]) -> None:
     address = broadcast({**json.loads(where), "host": os.environ.get("MASTER_ADDR", "127.0.0.1")} if where else None)
     if address is not None:
         _tell({"op": "hub", **address})
+
+
+def tell_folder(folder: Path, started_s: float) -> None:
+    """Tells the guard where the run is written, for what this process cannot write any more: that a signal killed it.
+
+    Args:
+        started_s: wall-clock start of this job.
+    """
+    _tell({"op": "folder", "path": str(folder.absolute()), "started_s": started_s})
 
 
 def relaunch(cause: dict[str, Any]) -> NoReturn:

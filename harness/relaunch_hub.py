@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import time
 from typing import Any
@@ -115,8 +116,16 @@ class Rulings:
 
 
 def _describe(failed: list[Report]) -> str:
-    ends = [f"rank {each.rank} " + (f"exit code {each.code}" if each.code >= 0 else f"signal {-each.code}") for each in failed]
+    ends = [f"rank {each.rank} " + (f"exit code {each.code}" if each.code >= 0 else signal_text(-each.code)) for each in failed]
     return ", ".join(sorted(ends))
+
+
+def signal_text(number: int) -> str:
+    """A signal for people: "signal 9 (SIGKILL)"."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:  # real-time ones have no name
+        return f"signal {number}"
 
 
 def free_port() -> int:

@@ -80,6 +80,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         run_folder.record_exit(folder, FAILED, f"{error}", rank, started_s)
         return FAILED
     guard_line.join_hub(coordinator.broadcast)
+    guard_line.tell_folder(folder, started_s)
     stop = coordination.StopFlag()
     _take_signals(stop)
     code, reason = FAILED, ""

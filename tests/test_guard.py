@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from harness import guard
 from harness.guard import parent_of
 from harness.relaunch_hub import MAX_RELAUNCHES, Lines, Report, Rulings
 from tests.launching import ROOT
@@ -55,7 +56,7 @@ def test_a_failure_alone_ends_all_in_time_or_when_all_have_ended() -> None:
     rules = Rulings(2, wait_s=5.0)
     rules.add(Report(1, 0, -9), 10.0)
     ruling = rules.add(Report(0, 0, 0), 10.0)
-    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 signal 9")
+    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 signal 9 (SIGKILL)")
 
 
 def test_a_guard_that_is_gone_ends_all_once() -> None:
@@ -102,6 +103,7 @@ if kind == "late" and rank != victim and life == 0:
     (folder / f"life-{life}-{rank}").write_text(json.dumps(["", None, "", os.getpid()]))
     time.sleep(1)  # the other has long asked for a new start when this one's guard learns where the hub is
 guard_line.join_hub(broadcast)
+guard_line.tell_folder(folder, 0.0)
 memory = guard_line.held().get("state")
 seen = os.pread(memory, 3, 0).decode() if memory is not None else ""
 (folder / f"life-{life}-{rank}").write_text(json.dumps([os.environ["MASTER_PORT"], guard_line.cause(), seen, os.getpid()]))
@@ -116,6 +118,8 @@ if life == 0:
             sys.exit(7)
         if kind == "sleep":
             time.sleep(60)
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         guard_line.relaunch({"phase": "update"})
     if kind == "stuck":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
@@ -178,8 +182,47 @@ def test_a_bug_is_not_started_again(victim: int, tmp_path: Path) -> None:
     codes = guards.wait()
     assert codes[victim] == 7
     assert codes[1 - victim] == 1  # ended by its guard: no launcher did it here
+    assert not (tmp_path / "exit.json").exists()  # which is no signal from outside
     assert guards.lives(1) == []
     assert f"ending, because of rank {victim} exit code 7" in str(guards.processes[1 - victim].stderr.read())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("victim", "num_ranks"), [(1, 2), (0, 1)])
+def test_a_signal_from_outside_is_named(victim: int, num_ranks: int, tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "killed", victim, num_ranks)
+    codes = guards.wait()
+    assert codes[victim] == -9 and codes[:victim] == [1] * victim
+    report = json.loads((tmp_path / "exit.json").read_text())
+    assert report.pop("time") > 0
+    # The guard of the other rank ended that one's process with a signal too: no reason to speak of.
+    assert report == {"code": 1, "reason": f"rank {victim} was killed by signal 9 (SIGKILL)", "rank": victim}
+    assert "was killed by signal 9 (SIGKILL)" in str(guards.processes[victim].stderr.read())  # type: ignore[union-attr]
+
+
+def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ended:
+        returncode = -9
+
+        def poll(self) -> int:
+            return -9
+
+    kills = iter([3, 4, 4, 5])
+    monkeypatch.setattr(guard, "num_kernel_kills", lambda: next(kills))
+    monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: Ended())
+    monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    parent = guard.Guard(["true"])
+    parent.folder = tmp_path
+    parent._start()
+    assert parent._after_end(parent.child) is None  # all start again
+    assert parent.attempt == 1 and not (tmp_path / "exit.json").exists()
+    parent.stop_asked = True  # the user does not want another life
+    assert parent._after_end(parent.child) == -9
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == (
+        "rank 0 was killed by signal 9 (SIGKILL), by the kernel: the memory limit of the container or machine"
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
