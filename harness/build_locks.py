@@ -1,4 +1,4 @@
-"""Locks that killed compilations of DeepSpeed's operators leave behind.
+"""DeepSpeed's operators in torch's folder of compiled extensions: what is there, and locks that killed compilations leave behind.
 
 torch compiles an extension under a lock file, `<extensions>/<version>/<name>/lock`, which carries neither a process id nor a time limit
 (torch.utils.file_baton). A job killed while it compiles leaves the file, and every later job of this user waits for it without end and
@@ -8,8 +8,9 @@ without a word. Seen with deepspeed_shm_comm, which DeepSpeed compiles at the fi
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -19,6 +20,20 @@ def extensions_folder(environ: Mapping[str, str] | None = None) -> Path:
     if folder := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(folder)
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_extensions"
+
+
+def is_compiled(name: str, newer_than: Iterable[Path] = (), environ: Mapping[str, str] | None = None) -> bool:
+    """Whether torch will find this extension compiled; else it compiles it when it is loaded.
+
+    Args:
+        name: of the operator, such as "cpu_adam".
+        newer_than: files it is made from: it is compiled again where one of them is newer.
+    """
+    environ = os.environ if environ is None else environ
+    # A folder of the user's own holds the extensions themselves, torch's has one for each Python and CUDA.
+    version = "" if environ.get("TORCH_EXTENSIONS_DIR") else f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*/"
+    made_from_s = max((path.stat().st_mtime for path in newer_than), default=0.0)
+    return any(path.stat().st_mtime >= made_from_s for path in extensions_folder(environ).glob(f"{version}{name}/{name}.so"))
 
 
 def is_being_built(folder: Path) -> bool:

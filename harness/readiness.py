@@ -3,6 +3,7 @@
     harness doctor                                   # half a minute; measures the links where there are two cards or more
     harness doctor --output_dir out --model my/llama # also the disk that is written to, and the model's files
     harness doctor --json --no_bandwidth
+    harness doctor --compile_ops                     # also compiles DeepSpeed's CPU Adam, and tries it
 
 Works without a GPU. What loads torch or may hang runs in child processes with time limits. Exit code 1 if anything is an error.
 """
@@ -23,7 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
+from harness.build_locks import extensions_folder
+from harness.findings import Finding, Severity, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.host_checks import GIB, check_host
 from harness.library_checks import check_build_tools, check_libraries
 from harness.machine import detect_machine
@@ -350,7 +352,40 @@ def measure_links(num_devices: int, timeout_s: float) -> tuple[dict[str, Any], d
     return copy, {**slowest, "right": all(answer["right"] for answer in answers)}
 
 
-def examine(output_dir: Path, model: Path | None = None, bandwidth: bool = True, timeout_s: float = 120.0) -> Report:
+# What does not run without an operator of DeepSpeed's.
+_OPERATOR_USES = {
+    "cpu_adam": "optimizer states in host memory (ds_configs/*_offload.json)",
+    "async_io": "weights and optimizer states on NVMe (ds_configs/zero3_nvme.json)",
+}
+COMPILE_LIMIT_S = 300.0
+
+
+def check_operators(answer: Mapping[str, Any], compiled: Mapping[str, Any] | None = None) -> list[Finding]:
+    """DeepSpeed's operators that a template needs and this machine cannot build.
+
+    Args:
+        answer: of the deepspeed probe.
+        compiled: of the compile probe; None: not run.
+    """
+    findings = []
+    if "error" in answer:
+        findings.append(Finding("warning", "deepspeed", str(answer["error"]), "python -m deepspeed.env_report shows more"))
+    operators = answer.get("operators", {})
+    for name, use in _OPERATOR_USES.items():
+        if name in operators and not operators[name]["usable"]:
+            fix = "apt-get install libaio-dev" if "libaio" in operators[name]["state"] else "python -m deepspeed.env_report shows more"
+            severity: Severity = "warning" if name == "cpu_adam" else "info"
+            findings.append(Finding(severity, name, f"cannot be built, so no {use}: {operators[name]['state']}", fix))
+    if compiled is not None and "error" in compiled:
+        findings.append(Finding("error", "cpu_adam", str(compiled["error"]), "check the compiler: g++ --version, ninja --version"))
+    elif compiled is not None and not compiled["right"]:
+        findings.append(Finding("error", "cpu_adam", "its update is not that of torch's AdamW", f"remove {extensions_folder()}"))
+    return findings
+
+
+def examine(
+    output_dir: Path, model: Path | None = None, bandwidth: bool = True, timeout_s: float = 120.0, compile_ops: bool = False
+) -> Report:
     """Looks at everything.
 
     Args:
@@ -358,6 +393,7 @@ def examine(output_dir: Path, model: Path | None = None, bandwidth: bool = True,
         model: a local model's folder, to be checked too.
         bandwidth: measure copies and an all-reduce where there are cards.
         timeout_s: limit of each child process.
+        compile_ops: compile DeepSpeed's CPU Adam, which takes about a minute the first time, and try it.
     """
     report = Report()
     cards = sample_gpus(with_processes=True)
@@ -369,10 +405,10 @@ def examine(output_dir: Path, model: Path | None = None, bandwidth: bool = True,
     used = visible_indices(os.environ, [card.uuid for card in cards])
 
     libraries, findings = check_libraries()
-    operators = run_probes("deepspeed", [{}], timeout_s)[0] if libraries.get("deepspeed") != "absent" else {}
-    findings += check_build_tools(torch_facts.get("torch_cuda"), torch_facts.get("nvcc"))
-    if "error" in operators:
-        findings.append(Finding("warning", "deepspeed", str(operators["error"]), "python -m deepspeed.env_report shows more"))
+    has_deepspeed = libraries.get("deepspeed") != "absent"
+    operators = run_probes("deepspeed", [{}], timeout_s)[0] if has_deepspeed else {}
+    compiled = run_probes("compile", [{}], max(timeout_s, COMPILE_LIMIT_S))[0] if has_deepspeed and compile_ops else None
+    findings += check_build_tools(torch_facts.get("torch_cuda"), torch_facts.get("nvcc")) + check_operators(operators, compiled)
     machine = detect_machine()
     gpu_memory = [device["total_bytes"] for device in devices]
     host, host_findings = check_host(output_dir, len(devices), sum(gpu_memory), machine.host_memory_bytes)
@@ -385,7 +421,9 @@ def examine(output_dir: Path, model: Path | None = None, bandwidth: bool = True,
 
     report.facts["GPUs"] = {**driver, **_card_facts(cards, devices, links)}
     report.facts["software"] = {"python": sys.version.split()[0], **_torch_summary(torch_facts), **libraries}
-    report.facts["DeepSpeed operators"] = operators.get("operators", {})
+    report.facts["DeepSpeed operators"] = {name: found["state"] for name, found in operators.get("operators", {}).items()}
+    if compiled is not None and "duration_s" in compiled:
+        report.facts["DeepSpeed operators"]["cpu_adam"] = f"compiled and loaded in {compiled['duration_s']} s"
     report.facts["host"] = host
     if bandwidth and devices:
         copy, allreduce = measure_links(len(devices), timeout_s)
@@ -457,6 +495,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output_dir", "--output-dir", default=".", metavar="DIR", help="where runs will be written (default: here)")
     parser.add_argument("--model", metavar="DIR", help="folder of a model, whose files are checked")
     parser.add_argument("--no_bandwidth", "--no-bandwidth", action="store_true", help="do not measure the links")
+    compile_help = "compile DeepSpeed's CPU Adam (about a minute the first time) and try it"
+    parser.add_argument("--compile_ops", "--compile-ops", action="store_true", help=compile_help)
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="limit of each child process (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -476,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     model = Path(options.model) if options.model else None
-    report = examine(Path(options.output_dir), model, not options.no_bandwidth, options.timeout)
+    report = examine(Path(options.output_dir), model, not options.no_bandwidth, options.timeout, options.compile_ops)
     if options.json:
         findings = [dataclasses.asdict(finding) for finding in report.findings]
         print(json.dumps({"ready": not has_errors(report.findings), "facts": report.facts, "findings": findings}, indent=1))

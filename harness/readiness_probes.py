@@ -1,6 +1,6 @@
 """What `harness doctor` measures in child processes: anything that loads torch, touches a GPU or may hang.
 
-    python -m harness.readiness_probes torch | deepspeed | copy | allreduce
+    python -m harness.readiness_probes torch | deepspeed | compile | copy | allreduce
 
 Each prints one JSON object as the last line of its output. The parent sets a time limit and kills what does not answer.
 """
@@ -15,6 +15,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from harness.build_locks import is_compiled
 
 # Optional packages that break at import when they were built for another torch or CUDA.
 _COMPILED = ("flash_attn", "bitsandbytes", "liger_kernel", "torchao", "xformers")
@@ -93,18 +95,56 @@ def _devices() -> tuple[list[dict[str, Any]], list[list[bool]]]:
 
 
 def deepspeed_ops() -> dict[str, Any]:
-    """Which of DeepSpeed's operators it believes it can build here."""
-    from deepspeed.ops import op_builder
+    """Each of DeepSpeed's operators for this machine: in its package, compiled before, to be compiled, or why it cannot be."""
+    from pathlib import Path
 
-    builders = {"cpu_adam": "CPUAdamBuilder", "fused_adam": "FusedAdamBuilder", "async_io": "AsyncIOBuilder"}
+    import deepspeed
+    import torch
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    sources = [Path(torch.__file__), Path(deepspeed.__file__)]
     operators: dict[str, Any] = {}
-    for name, builder in builders.items():
-        try:
-            operators[name] = bool(getattr(op_builder, builder)().is_compatible(verbose=False))
-        except Exception as error:  # a builder may raise instead of saying no
-            operators[name] = False
-            operators[f"{name}_error"] = str(error).splitlines()[0] if str(error) else type(error).__name__
+    for name, builder in sorted(ALL_OPS.items()):
+        if name == "deepspeed_not_implemented":  # stands for those that this kind of machine does not have
+            continue
+        reason = _why_not(builder)
+        if reason is not None:
+            operators[name] = {"usable": False, "state": reason}
+        elif installed_ops.get(name):
+            operators[name] = {"usable": True, "state": "in the package"}
+        else:
+            state = "compiled" if is_compiled(name, sources) else "compiled when first used"
+            operators[name] = {"usable": True, "state": state}
     return {"operators": operators}
+
+
+def _why_not(builder: Any) -> str | None:
+    """Why DeepSpeed believes that it cannot build an operator; None where it can."""
+    reasons: list[str] = []
+    builder.warning = reasons.append  # instead of printing; the first one is the reason, others are advice
+    try:
+        if builder.is_compatible(verbose=True):
+            return None
+    except Exception as error:  # a builder may raise instead of saying no
+        reasons = [str(error) or type(error).__name__]
+    return (reasons or ["DeepSpeed does not say why"])[0].strip().splitlines()[0]
+
+
+def compile_cpu_adam() -> dict[str, Any]:
+    """Compiles CPU Adam, where it is not, and makes one update with it, which must be that of torch's AdamW."""
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    started = time.monotonic()
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 1000))
+    other = torch.nn.Parameter(parameter.detach().clone())
+    optimizers = DeepSpeedCPUAdam([parameter], lr=0.1, weight_decay=0.01), torch.optim.AdamW([other], lr=0.1, weight_decay=0.01)
+    duration_s = time.monotonic() - started
+    for tensor, optimizer in zip((parameter, other), optimizers, strict=True):
+        tensor.grad = torch.linspace(1, -2, 1000)
+        optimizer.step()
+    return {"duration_s": round(duration_s, 1), "right": bool(torch.allclose(parameter, other, atol=1e-5))}
 
 
 def _nvcc_version(cuda_home: str | None) -> str | None:
@@ -181,6 +221,7 @@ def allreduce_bandwidth() -> dict[str, Any]:
 PROBES: dict[str, Callable[[], dict[str, Any]]] = {
     "torch": torch_facts,
     "deepspeed": deepspeed_ops,
+    "compile": compile_cpu_adam,
     "copy": copy_bandwidth,
     "allreduce": allreduce_bandwidth,
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from harness import host_checks, library_checks, model_files, readiness
+from harness import host_checks, library_checks, model_files, readiness, readiness_probes
 from harness.findings import Finding
 from harness.monitor import GpuProcess, GpuSample
 from harness.readiness import Links
@@ -98,6 +98,45 @@ def test_two_packages_of_one_module() -> None:
 )
 def test_build_tools(torch_cuda: str | None, nvcc: str | None, tools: set[str], expected: list[tuple[str, str]]) -> None:
     assert brief(library_checks.check_build_tools(torch_cuda, nvcc, lambda name: name if name in tools else None)) == expected
+
+
+ASYNC_IO = {"usable": False, "state": "async_io requires the dev libaio .so object and headers but these were not found."}
+
+
+def test_operators() -> None:
+    good = {"usable": True, "state": "compiled when first used"}
+    assert readiness.check_operators({"operators": {"cpu_adam": good, "async_io": good}}, {"duration_s": 60.0, "right": True}) == []
+    bad = {"usable": False, "state": "no AVX"}
+    found = readiness.check_operators({"operators": {"cpu_adam": bad, "async_io": ASYNC_IO, "quantizer": bad}})
+    assert [finding.line() for finding in found] == [
+        "warning cpu_adam: cannot be built, so no optimizer states in host memory (ds_configs/*_offload.json): no AVX"
+        " -> python -m deepspeed.env_report shows more",
+        "info    async_io: cannot be built, so no weights and optimizer states on NVMe (ds_configs/zero3_nvme.json): "
+        f"{ASYNC_IO['state']} -> apt-get install libaio-dev",
+    ]
+    assert brief(readiness.check_operators({"error": "it hangs"})) == [("warning", "deepspeed")]
+    assert brief(readiness.check_operators({}, {"error": "g++ failed"})) == [("error", "cpu_adam")]
+    assert brief(readiness.check_operators({}, {"duration_s": 1.0, "right": False})) == [("error", "cpu_adam")]
+
+
+def test_reason_of_an_operator_that_cannot_be_built() -> None:
+    class Builder:
+        def __init__(self, *warnings: str, error: Exception | None = None) -> None:
+            self.warnings, self.error = warnings, error
+
+        def warning(self, text: str) -> None:
+            raise AssertionError("prints")
+
+        def is_compatible(self, verbose: bool) -> bool:
+            if self.error is not None:
+                raise self.error
+            for text in self.warnings if verbose else ():
+                self.warning(text)
+            return False
+
+    assert readiness_probes._why_not(Builder("needs libaio\nand more", "if it is there, set CFLAGS")) == "needs libaio"
+    assert readiness_probes._why_not(Builder(error=OSError("no nvcc"))) == "no nvcc"
+    assert readiness_probes._why_not(Builder()) == "DeepSpeed does not say why"
 
 
 # ---- host
@@ -467,7 +506,7 @@ def fake_machine(monkeypatch: pytest.MonkeyPatch, cards: list[GpuSample], device
                 }
             ]
         if name == "deepspeed":
-            return [{"operators": {"cpu_adam": True}}]
+            return [{"operators": {"cpu_adam": {"usable": True, "state": "compiled"}}}]
         if name == "copy":
             return [copy_result(390.0)]
         return [{"bus_gb_per_s": 300.0 + index, "num_gpus": 2, "right": True} for index, _ in enumerate(environments)]

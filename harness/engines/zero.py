@@ -14,13 +14,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
-from harness.build_locks import clear_stale_build_locks
+from harness.build_locks import clear_stale_build_locks, is_compiled
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
@@ -43,7 +44,29 @@ _COLLECTIVES = (
     "all_to_all_single",
 )
 
+_OPERATORS = {
+    "async_io": "access to NVMe",
+    "cpu_adam": "CPU Adam",
+    "deepspeed_shm_comm": "communication between CPU ranks",
+    "fused_adam": "fused Adam",
+}
+
 log = logging.getLogger("harness")
+
+
+def announce_compilations() -> None:
+    """From here on the log says when DeepSpeed begins to compile an operator: it takes a minute in which nothing else is to be seen."""
+    load = OpBuilder.jit_load
+    if hasattr(load, "__wrapped__"):  # it says so already
+        return
+
+    @functools.wraps(load)
+    def announced(builder: Any, verbose: bool = True) -> Any:
+        if not is_compiled(builder.name, [Path(torch.__file__), Path(deepspeed.__file__)]):
+            log.info("compiling DeepSpeed's %s, once on this machine: about a minute", _OPERATORS.get(builder.name, builder.name))
+        return load(builder, verbose)
+
+    OpBuilder.jit_load = announced
 
 
 class BackgroundCheckpointEngine(TorchCheckpointEngine):
@@ -102,6 +125,7 @@ class ZeroEngine:
         self.stage = int(ds_config["zero_optimization"]["stage"])
         self.name = f"zero{self.stage}"
         train = build.args.train
+        announce_compilations()
         if not deepspeed.comm.is_initialized():
             for lock in clear_stale_build_locks():  # DeepSpeed compiles operators from here on
                 log.warning("removed %s: what compiled there was killed, and every run would have waited for it", lock)
