@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import util
 from pathlib import Path
@@ -40,7 +41,15 @@ class Options:
     script: str | None = None
     launcher_arg: list[str] = dataclasses.field(default_factory=list)
     grace_s: float = 35.0
+    preempted_code: int = 75
     dry_run: bool = False
+    target: str = "local"
+    name: str = "harness"
+    sbatch_arg: list[str] = dataclasses.field(default_factory=list)
+    kind: str | None = None
+    image: str | None = None
+    cpus: int | None = None
+    memory: str | None = None
 
 
 @dataclasses.dataclass
@@ -54,6 +63,7 @@ class Plan:
         notes: what the user should know, one line each.
         output_dir: where the run writes, if its arguments say so.
         must_report: the script writes exit.json, so a missing one means that it failed.
+        files: files that must be there when it starts, with their text.
     """
 
     command: list[str]
@@ -62,6 +72,7 @@ class Plan:
     notes: list[str] = dataclasses.field(default_factory=list)
     output_dir: Path | None = None
     must_report: bool = False
+    files: dict[Path, str] = dataclasses.field(default_factory=dict)
 
 
 def script_value(script_args: Sequence[str], name: str) -> str | None:
@@ -277,7 +288,7 @@ class _Builder:
             if options.num_processes:
                 command += ["--num_gpus", str(num_processes)]
         elif options.num_nodes > 1:
-            raise LaunchError("--num_nodes with deepspeed needs --hostfile (with --node_rank: started on each machine; without: over ssh)")
+            command += ["--hostfile", str(self._equal_hosts(num_processes)), "--no_ssh", "--node_rank", str(options.node_rank)]
         elif self.devices and self.environ.get("CUDA_VISIBLE_DEVICES") is not None:
             # The runner drops CUDA_VISIBLE_DEVICES when told a number of GPUs, and would take cards 0, 1, ... instead.
             indices = machine.device_indices(self.devices[:num_processes], self.physical)
@@ -288,11 +299,22 @@ class _Builder:
             self.plan.unset.append("CUDA_VISIBLE_DEVICES")
         else:
             command += ["--num_gpus", str(num_processes)]
-        if not self.devices and not options.hostfile:
+        if not self.devices and (not options.hostfile or options.node_rank is not None):
             self.plan.environ["DS_ACCELERATOR"] = "cpu"
         address, port = self._master({})
         command += ["--master_addr", address] if address else []
         return [*command, "--master_port", str(port), *options.launcher_arg]
+
+    def _equal_hosts(self, num_processes: int) -> Path:
+        """A host file for machines that are all started by themselves: deepspeed wants one, and takes only counts and order from it."""
+        indices = machine.device_indices(self.devices[:num_processes], self.physical)
+        if self.devices and indices != list(range(num_processes)):
+            asked = self.environ.get("CUDA_VISIBLE_DEVICES")
+            raise LaunchError(f"CUDA_VISIBLE_DEVICES={asked}: deepspeed on several machines takes the first cards of each")
+        text = "".join(f"node{number} slots={num_processes}\n" for number in range(self.options.num_nodes))
+        path = Path(tempfile.gettempdir()) / f"harness-hosts-{os.getuid()}-{self.options.num_nodes}x{num_processes}"
+        self.plan.files[path] = text
+        return path
 
     def _accelerate(self, num_processes: int) -> list[str]:
         options = self.options

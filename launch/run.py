@@ -2,6 +2,7 @@
 
     python launch/run.py --engine zero3 --num_processes 4 -- --model_name_or_path gpt2 --train_file a.txt --output_dir out
     python launch/run.py --engine fsdp --config_file my.yaml --dry_run -- --output_dir out ...
+    python launch/run.py --target slurm --num_nodes 2 --num_processes 8 -- --output_dir out ...
 
 Launcher options come first; from `--`, or from the first option that is not one of them, everything belongs to the script.
 Standard library only: it runs before anything is installed.
@@ -13,20 +14,31 @@ import argparse
 import json
 import os
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == ROOT / "launch":
     sys.path[0] = str(ROOT)  # run by path: import from the clone, wherever it lies
 
-from launch import auto_engine, machine, processes  # noqa: E402
+from launch import auto_engine, cluster, machine, processes  # noqa: E402
 from launch.command import ALIASES, ENGINES, LaunchError, Options, Plan, find_python, make_plan, script_value, shell_line  # noqa: E402
 
 EXIT_FILE = "exit.json"
+PREEMPTED = 75
 _FLAGS_WITHOUT_VALUE = {"dry_run", "help", "h"}
+# Where the nodes' own launchers learn what the command line does not say: Kubeflow's names, then Slurm's and Kubernetes'.
+_NODE_VARIABLES = {
+    "num_nodes": ("PET_NNODES",),
+    "node_rank": ("PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"),
+    "master_addr": ("PET_MASTER_ADDR",),
+    "master_port": ("PET_MASTER_PORT",),
+}
 
 
 # ---- the command line ----
@@ -49,14 +61,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--config_file", "--config", help="the launcher's config: accelerate's YAML for fsdp, DeepSpeed's JSON for zero1-3")
     add("--template", help="name of a file in ds_configs/ or fsdp_configs/, instead of --config_file")
     add("--hostfile", help="deepspeed's host file: several machines over ssh")
-    add("--num_nodes", type=int, default=1, help="machines; run the same command on each")
-    add("--node_rank", type=int, help="number of this machine, from 0")
+    add("--num_nodes", type=int, help="machines (default 1); run the same command on each")
+    add("--node_rank", type=int, help="number of this machine, from 0; Slurm, Kubernetes and Kubeflow say it in the environment")
     add("--master_addr", help="address of machine 0")
     add("--master_port", type=int, help="port on machine 0; default: a free one on one machine, 29500 on several")
     add("--script", help="another script than harness/run_clm.py")
     add("--launcher_arg", action="append", default=[], metavar="ARG", help="one more argument for the launcher: --launcher_arg=--quiet")
     add("--grace_s", type=float, default=35.0, help="seconds the processes get to stop after an interrupt")
-    add("--dry_run", action="store_true", help="print the command only")
+    add("--preempted_code", type=int, default=PREEMPTED, help="what a run ends with that was stopped after a save, in place of 75")
+    add("--dry_run", action="store_true", help="print the command, or with --target k8s the manifests, only")
+    add("--target", default="local", choices=("local", "slurm", "k8s"), help="where it runs: here, or submitted to a cluster")
+    add("--name", default="harness", help="the job's name on the cluster")
+    add(
+        "--sbatch_arg",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="slurm: one more for sbatch: --sbatch_arg=--time=9:00:00",
+    )
+    add("--kind", choices=cluster.KINDS, help="k8s: what is created; default: job")
+    add("--image", help="k8s: the container image")
+    add("--cpus", type=int, help="k8s: cores a node")
+    add("--memory", help="k8s: host memory a node, for example 512Gi")
     return parser
 
 
@@ -82,6 +108,18 @@ def split_command_line(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, []
 
 
+def _fill_in_nodes(values: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Takes from the environment what the command line does not say of the nodes; of a job on one node only that it is one."""
+    for name, variables in _NODE_VARIABLES.items():
+        text = next((environ[variable] for variable in variables if variable in environ), None)
+        if values[name] is None and text is not None:
+            if name != "master_addr" and not text.isdigit():
+                raise LaunchError(f"{variables[0]}={text} of the environment is no number; say it with --{name}")
+            values[name] = text if name == "master_addr" else int(text)
+        if name == "num_nodes" and values[name] in (None, 1):
+            return
+
+
 def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Parses the launcher's part.
 
@@ -92,7 +130,14 @@ def read_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
         LaunchError: a wrong value, or options that contradict each other.
     """
     own, script_args = split_command_line(argv)
-    options = Options(**vars(_parser().parse_args(own)))
+    values = vars(_parser().parse_args(own))
+    if values["target"] == "local" and values["hostfile"] is None:
+        _fill_in_nodes(values, os.environ)
+    if values["num_nodes"] is None:
+        values["num_nodes"] = 1
+    options = Options(**values)
+    if options.target != "local":
+        return options, script_args
     problems: list[str] = []
     if options.num_processes is not None and options.num_processes < 1:
         problems.append(f"--num_processes must be at least 1, not {options.num_processes}")
@@ -150,6 +195,25 @@ def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes, told: byt
     return ended.code, f"the launcher ended with {ended.code}" if ended.code else ""
 
 
+def wait_for_name(address: str, limit_s: float = 300.0) -> None:
+    """Until the name of machine 0 can be looked up: in a cluster it gets one only when its container starts.
+
+    After the limit the launcher goes on, and says itself what it cannot reach.
+    """
+    deadline = time.monotonic() + limit_s
+    said = False
+    while time.monotonic() < deadline:
+        try:
+            socket.getaddrinfo(address, None)
+        except socket.gaierror as error:
+            if not said:
+                print(f"launch: waiting for the name {address} ({error.strerror})", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(1.0)
+        else:
+            return
+
+
 def plan_auto(options: Options, script_args: list[str]) -> list[str]:
     """With --engine auto on several GPUs of a machine: fills in and prints the memory planner's choice. Returns the script's arguments."""
     given = any(script_value(script_args, name) is not None for name in ("deepspeed", "fsdp", "device_map"))
@@ -173,6 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         options, script_args = read_options(argv)
+        if options.target != "local":
+            return cluster.submit(options, script_args)
         script_args = plan_auto(options, script_args)
         plan = make_plan(options, script_args)
     except LaunchError as error:
@@ -185,6 +251,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(shell_line(plan))
         return 0
     print(f"launch: {shell_line(plan)}", file=sys.stderr, flush=True)
+    code = start(plan, options)
+    return options.preempted_code if code == PREEMPTED else code
+
+
+def start(plan: Plan, options: Options) -> int:
+    """Runs the plan to its end. Returns the exit code."""
+    if options.num_nodes > 1 and (address := options.master_addr or os.environ.get("MASTER_ADDR")):
+        wait_for_name(address)
+    for path, text in plan.files.items():  # another launcher on this machine may be reading the same one
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
     exit_before = read_exit_file(plan.output_dir)
     environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.environ
     with tempfile.TemporaryDirectory(prefix="harness-launch-") as folder:
