@@ -419,5 +419,3 @@ def kernel_findings(args: Arguments, engine: str) -> Iterator[Finding]:
     if train.reduce_dtype != "fp32" and engine != "fsdp":
         fix = 'in the DeepSpeed JSON: "communication_data_type"' if engine == "zero" else "leave it out"
         yield Finding("error", "--reduce_dtype", f"is there under FSDP2, not with the engine {engine}", fix)
-    if model.torch_compile and engine == "device_map":
-        yield Finding("error", "--torch_compile", "layers of a device map are not compiled", "leave it out")

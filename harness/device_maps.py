@@ -24,7 +24,7 @@ from harness.findings import UserError, format_findings, user_error
 from harness.model_units import MapJob, describe_components, device_of, find_units
 from harness.modeling import load_config
 from harness.partition import OFF_CARD, Device, format_gib, parse_size, pipeline_speedup
-from harness.placement import MapChoice, choose_device_map, deepest_fit, free_memory, log_choice, meta_model, placing
+from harness.placement import MapChoice, choose_device_map, deepest_fit, free_memory, log_choice, meta_model, placing, step_times
 
 log = logging.getLogger("harness")
 
@@ -145,7 +145,7 @@ class MapPlan:
         model: what was planned.
         choice: the map and why.
         rows: one a device: device, capacity, weights, training, activations, total (bytes), components.
-        speedup: of `in_flight` micro-batches through the pipeline over one at a time, by the cards' shares of the blocks.
+        speedup: of `in_flight` micro-batches through the pipeline over one at a time, by the cards' shares of the work.
     """
 
     model: str
@@ -214,7 +214,7 @@ def plan_device_map(
     for device in [*free, *(device for device in choice.report.devices if device not in free)]:
         held = [unit for unit in units if device_of(choice.device_map, unit.names[0]) == device]
         names = [name for unit in held for name in unit.names]
-        work.append(float(sum(unit.weight_bytes for unit in held if unit.is_block)))
+        work.append(sum(step_times(held, job)))
         rows.append(
             {
                 "device": f"GPU {device}" if isinstance(device, int) else device,

@@ -186,6 +186,11 @@ def head_is_plain(model: nn.Module) -> bool:
     return len(assignments) == 1 and (match := plain.match(assignments[0].strip())) is not None and match.group(1) in names
 
 
+def has_router_loss(config: Any) -> bool:
+    """True where a mixture's router adds a loss of its own, made of what all layers put out."""
+    return bool(getattr(config, "output_router_logits", False)) and float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) > 0
+
+
 def install_loss(model: Any, chunk_size: int, *, compiled: bool = False) -> None:
     """Makes `model(input_ids=..., labels=...)` return the summed loss (scalar float32) instead of logits.
 
@@ -200,7 +205,7 @@ def install_loss(model: Any, chunk_size: int, *, compiled: bool = False) -> None
     original: Callable[..., Any] = model.forward
     plain = head_is_plain(model)
     router_loss = float(getattr(model.config, "router_aux_loss_coef", 0.0) or 0.0)
-    wants_router_loss = bool(getattr(model.config, "output_router_logits", False)) and router_loss > 0
+    wants_router_loss = has_router_loss(model.config)
 
     def forward(*args: Any, labels: Tensor | None = None, report: Callable[[Tensor], None] | None = None, **kwargs: Any) -> Any:
         if labels is None:

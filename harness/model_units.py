@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import logging
+import math
 import re
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -179,6 +180,12 @@ def _saved_bytes_per_token(block: nn.Module, experts_used: int) -> float:
     return _SAVED_FACTOR * 2 * width
 
 
+def _work(module: nn.Module, experts_used: int) -> int:
+    """Weights that one token is multiplied with."""
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim in (2, 3)]
+    return sum(math.prod(matrix.shape[-2:]) * (experts_used if matrix.ndim == 3 else 1) for matrix in matrices)
+
+
 def _lora_params(module: nn.Module, r: int) -> int:
     return sum(r * (parameter.shape[-1] + parameter.shape[-2]) for parameter in module.parameters() if parameter.ndim >= 2)
 
@@ -217,6 +224,26 @@ def find_units(model: nn.Module, job: MapJob | None = None, no_split_modules: It
     return loose + units
 
 
+def with_tables_along(model: nn.Module, units: Sequence[Unit], device_map: Mapping[str, Any]) -> dict[str, Device]:
+    """The map with parts that have no weights (rotary tables) on the card of what runs next.
+
+    A table elsewhere makes the two cards wait for each other's queues in every forward, and saves no memory. accelerate's maps, which go by
+    the order of registration, have it at the end.
+
+    Args:
+        units: in the order of execution.
+    """
+    result = {name: normal_device(raw) for name, raw in device_map.items()}
+    following: Device | None = None
+    modules = dict(model.named_modules())
+    for unit in reversed(units):
+        if any(name not in modules or any(True for _ in modules[name].parameters()) for name in unit.names):
+            following = device_of(device_map, unit.names[0])
+        elif isinstance(following, int):
+            result |= {name: following for name in unit.names if device_of(device_map, name) != following}
+    return result
+
+
 def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -231,11 +258,11 @@ def _unit(
     if job.lora_r is not None:
         trained = sum(_lora_params(owners[name], job.lora_r) for name in names) if is_block else 0
     activations = 0.0
+    text = _text_config(model)
+    used = int(getattr(text, "num_experts_per_tok", 1) or 1)
     if job.num_tokens:
-        text = _text_config(model)
         hidden_bytes = 2 * job.num_tokens * int(getattr(text, "hidden_size", 0) or 0)
         if is_block:
-            used = int(getattr(text, "num_experts_per_tok", 1) or 1)
             kept = hidden_bytes if job.activation_checkpointing else job.num_tokens * _saved_bytes_per_token(owners[names[0]], used)
             activations = job.in_flight * kept
         if head in names:
@@ -248,6 +275,7 @@ def _unit(
         training_bytes=int(job.training_bytes_per_param * trained),
         activation_bytes=int(activations),
         is_block=is_block,
+        work=float(sum(_work(owners[name], used) for name in names if is_block or name == head)),
     )
 
 

@@ -6,6 +6,7 @@ Pure code, no torch: the same functions serve a run on four cards and a plan mad
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,7 @@ class Unit:
         training_bytes: gradients and optimizer state of what trains.
         activation_bytes: what the unit keeps between forward and backward, or its peak use in between if that is all.
         is_block: one of the model's repeated blocks.
+        work: weights that one token is multiplied with on its way forward, a relative time; of blocks and the head.
     """
 
     names: tuple[str, ...]
@@ -71,6 +73,7 @@ class Unit:
     training_bytes: int = 0
     activation_bytes: int = 0
     is_block: bool = False
+    work: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +105,9 @@ def fair_shares(total: float, capacities: Sequence[float], fill: float = 0.8) ->
     return shares
 
 
-def split_contiguous(sizes: Sequence[float], shares: Sequence[float], limits: Sequence[float]) -> list[int] | None:
+def split_contiguous(
+    sizes: Sequence[float], shares: Sequence[float], limits: Sequence[float], also: tuple[Sequence[float], Sequence[float]] | None = None
+) -> list[int] | None:
     """Cuts a sequence of parts into one run per device so that the fullest device, against its fair share, is least full.
 
     Dynamic programme over (parts placed, devices used), exact: O(parts^2 x devices), a few milliseconds for a hundred
@@ -112,24 +117,25 @@ def split_contiguous(sizes: Sequence[float], shares: Sequence[float], limits: Se
         sizes: bytes of each part, in the order of execution.
         shares: the fair share of each device; a device with share 0 gets nothing.
         limits: bytes that a device can hold.
+        also: (another size of each part, what a device can hold of it).
 
     Returns:
         For each part its device's position, never decreasing; None when the parts do not fit in this order.
     """
-    starts = [0.0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
+    starts = [0.0, *itertools.accumulate(sizes)]
     num_parts = len(sizes)
+    others, other_limits = also if also is not None else ([0.0] * num_parts, [0.0] * len(limits))
+    other_starts = [0.0, *itertools.accumulate(others)]
     # best[n]: (fullest ratio, sum of squared ratios) of placing the first n parts on the devices so far.
     best: list[tuple[float, float] | None] = [(0.0, 0.0)] + [None] * num_parts
     choices: list[list[int]] = []
-    for share, limit in zip(shares, limits, strict=True):
+    for share, limit, other_limit in zip(shares, limits, other_limits, strict=True):
         following: list[tuple[float, float] | None] = list(best)
         choice = list(range(num_parts + 1))
         for end in range(1, num_parts + 1) if share > 0 else ():
             for begin in range(end - 1, -1, -1):
                 load = starts[end] - starts[begin]
-                if load > limit:
+                if load > limit or other_starts[end] - other_starts[begin] > other_limit:
                     break
                 before = best[begin]
                 if before is None:
@@ -150,6 +156,28 @@ def split_contiguous(sizes: Sequence[float], shares: Sequence[float], limits: Se
         positions[begin:end] = [device] * (end - begin)
         end = begin
     return positions
+
+
+def loads_of(sizes: Sequence[float], positions: Sequence[int], num_devices: int) -> list[float]:
+    """What each device has of the parts' sizes."""
+    loads = [0.0] * num_devices
+    for size, position in zip(sizes, positions, strict=True):
+        loads[position] += size
+    return loads
+
+
+def split_for_time(sizes: Sequence[float], work: Sequence[float], shares: Sequence[float], limits: Sequence[float]) -> list[int] | None:
+    """The contiguous split whose busiest device has least work; among those the most even one by size. Exact, as `split_contiguous`.
+
+    Args:
+        work: relative time of each part; other arguments as in `split_contiguous`.
+    """
+    evenly = [1.0 if share > 0 else 0.0 for share in shares]
+    fastest = split_contiguous(work, evenly, [math.inf] * len(limits), also=(sizes, limits))
+    if fastest is None:
+        return None
+    most = max(loads_of(work, fastest, len(limits))) * (1 + 1e-9)
+    return split_contiguous(sizes, shares, limits, also=(work, [most] * len(limits)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,9 +8,13 @@ PipeDream-Flush, arXiv:2006.09503; how much it can win: `partition.pipeline_spee
 
 How: each micro-batch's forward runs in a thread beside the others', of which only one runs at any time; at a device's boundary the thread
 hands control back. There the autograd graph is cut: what crosses is copied as a new leaf, and its gradient is copied back and handed to
-the stretch before. Copies run on streams of their own, so that neither side's computation waits for the other's queue. Modules carry no
-per-call hooks besides one check of the device at the blocks. Gradients are those of the plain model: every micro-batch's own backward, in
-the same order.
+the stretch that made it, which is not always the one before: the encoder's output goes to every later device, and a map may come back
+to a device. Which stretch made a tensor is told by autograd's own numbers, which grow in the thread of a forward. Copies run on streams
+of their own, so that neither side's computation waits for the other's queue. Modules carry no per-call hooks besides one check of the
+device at the blocks. Gradients are those of the plain model: every micro-batch's own backward, in the same order.
+
+A run of many blocks on one device is cut as well, without copies. A card takes about a thousand launches ahead of its work and then
+lets the host wait; a host that waits in the middle of a long task lets the other cards run dry.
 """
 
 from __future__ import annotations
@@ -35,6 +39,10 @@ _BACKWARD_COST = 2.0
 _RECOMPUTE_COST = 1.0
 
 
+# Blocks of a device between two returns to the scheduler: eager forward and backward of four Llama blocks are about 500 launches.
+_BLOCKS_AT_ONCE = 4
+
+
 class _Cancelled(BaseException):
     """Raised inside a paused forward that is given up."""
 
@@ -55,8 +63,9 @@ class CpuCopies:
     def finish(self, tensor: Tensor, event: Any) -> None:
         return None
 
-    def is_on(self, tensor: Tensor, device: Device) -> bool:
-        return True
+    def device_of(self, tensor: Tensor) -> Device | None:
+        """Where a tensor is; labels of one host do not show."""
+        return None
 
 
 class CudaCopies:
@@ -96,13 +105,15 @@ class CudaCopies:
         return result, event
 
     def finish(self, tensor: Tensor, event: Any) -> None:
-        """Lets the receiver's computation use the copy: from here on its stream waits for it."""
+        """Lets the receiver's computation use the copy: from here on its stream waits for it, if there is an event."""
+        if event is None:
+            return
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(event)
         tensor.record_stream(stream)
 
-    def is_on(self, tensor: Tensor, device: Device) -> bool:
-        return tensor.device.type == "cuda" and tensor.device.index == device
+    def device_of(self, tensor: Tensor) -> Device | None:
+        return tensor.device.index if tensor.device.type == "cuda" else "cpu"
 
 
 # ----------------------------------------------------------------------------------------------------------------- boundaries
@@ -119,40 +130,62 @@ class Boundaries:
     Args:
         model: placed, its parts on the devices of the map.
         device_map: device by module, complete.
+        blocks_at_once: blocks of one device between two pauses; 0 for all.
     """
 
-    def __init__(self, model: Any, device_map: Mapping[str, Device], copies: Any) -> None:
+    def __init__(self, model: Any, device_map: Mapping[str, Device], copies: Any, blocks_at_once: int) -> None:
         self.copies = copies
         self._names = {id(module): name for name, module in model.named_modules()}
         self._map = dict(device_map)
         self._changed: list[nn.Module] = []
-        units = find_units(model)
-        for unit in units:
-            device = device_of(device_map, unit.names[0])
-            assert device is not None, f"{unit.names[0]} is not in the map"
-            for name in unit.names:
-                self._wrap(model.get_submodule(name), device, float(unit.weight_bytes) if unit.is_block else 0.0)
         self.input_device = self._device_of(model.get_input_embeddings())
         head = model.get_output_embeddings()
         self.head_device = self.input_device if head is None else self._device_of(head)
+        head_work = 0.0
+        run: tuple[Device, int] = ("", 0)  # the last block's device, and how many blocks it had by then
+        for unit in find_units(model):
+            device = device_of(device_map, unit.names[0])
+            assert device is not None, f"{unit.names[0]} is not in the map"
+            parts = [model.get_submodule(name) for name in unit.names]
+            if unit.is_block:
+                run = (device, run[1] + 1 if run[0] == device else 1)
+            elif any(part is head for part in parts):
+                head_work = unit.work
+            begins = unit.is_block and blocks_at_once > 0 and run[1] > 1 and (run[1] - 1) % blocks_at_once == 0
+            has_weights = any(True for part in parts for _ in part.parameters())
+            for part in parts:
+                if has_weights:
+                    self._wrap(part, device, unit.work if unit.is_block else 0.0, begins)
+                else:
+                    self._wrap_table(part, device)
         # The loss may use the head's weight without calling the head: what the decoder puts out goes to the head's device.
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         if decoder is not None and decoder is not model:
-            cost = 0.0 if head is None else float(sum(tensor.numel() * tensor.element_size() for tensor in head.parameters()))
-            self._wrap_output(decoder, self.head_device, cost)
+            self._wrap_output(decoder, self.head_device, head_work)
 
     def _device_of(self, module: nn.Module) -> Device:
         device = device_of(self._map, self._names[id(module)])
         assert device is not None
         return device
 
-    def _wrap(self, module: nn.Module, device: Device, cost: float) -> None:
+    def _wrap(self, module: nn.Module, device: Device, cost: float, begins: bool) -> None:
         inner = type(module)
 
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             passage = getattr(_here, "passage", None)
             if passage is not None:
-                args, kwargs = passage.enter(device, cost, args, kwargs)
+                args, kwargs = passage.enter(device, cost, args, kwargs, begins)
+            return inner.__call__(self, *args, **kwargs)
+
+        self._swap(module, call)
+
+    def _wrap_table(self, module: nn.Module, device: Device) -> None:
+        """A part without weights (rotary tables) is asked where it is, without a pause: it has no work to schedule."""
+        inner = type(module)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_here, "passage", None) is not None and isinstance(device, int):
+                args, kwargs = tree_map(lambda value: _to_card(value, device) if isinstance(value, Tensor) else value, (args, kwargs))
             return inner.__call__(self, *args, **kwargs)
 
         self._swap(module, call)
@@ -186,52 +219,60 @@ class Boundaries:
         self._changed.clear()
 
 
+def _to_card(tensor: Tensor, device: Device) -> Tensor:
+    """A tensor on a card, within the autograd graph; labels of one host are no cards."""
+    return tensor.to(torch.device("cuda", device), non_blocking=True) if isinstance(device, int) else tensor
+
+
 @dataclasses.dataclass
 class _Stretch:
     """What one micro-batch does on one device without a break.
 
     Attributes:
-        crossings: (tensor before the boundary, its copy here), of what needs gradients.
+        first_node: autograd's number of the first operation in it; those of a thread grow by one from each to the next.
+        crossings: (number of the stretch that made it, tensor there, its leaf here), of what needs gradients.
         cost: relative time of its forward.
+        returned: (tensor made here, its gradient from a later stretch, event of the copy).
     """
 
     device: Device
-    crossings: list[tuple[Tensor, Tensor]] = dataclasses.field(default_factory=list)
+    first_node: int
+    crossings: list[tuple[int, Tensor, Tensor]] = dataclasses.field(default_factory=list)
     cost: float = 0.0
     returned: list[tuple[Tensor, Tensor, Any]] = dataclasses.field(default_factory=list)
 
 
 class _Passage:
-    """One micro-batch on its way. `pause` is called with the next device wherever the forward would enter it."""
+    """One micro-batch on its way.
+
+    Args:
+        pause: called with the next device wherever the forward would enter it.
+        cut: cut the autograd graph there; otherwise it is one graph over all devices.
+    """
 
     def __init__(self, boundaries: Boundaries, pause: Callable[[Device], None] | None, cut: bool) -> None:
         self.copies = boundaries.copies
         self.pause, self.cut = pause, cut
-        self.stretches = [_Stretch(boundaries.input_device)]
+        self.stretches = [_Stretch(boundaries.input_device, 0)]
         self._current: Device | None = None  # in the thread of the forward
         self._moved: dict[tuple[int, Device], tuple[Tensor, Tensor]] = {}  # the first of each pair is kept: its id must stay its own
+        self._made_in: dict[int, int] = {}  # stretch by id of a leaf that was made at its beginning
 
-    def enter(self, device: Device, cost: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of a part, on its device; on another device than before, a pause comes first."""
-        crosses = device != self.stretches[-1].device
-        if crosses:
-            self.stretches.append(_Stretch(device))
+    def enter(
+        self, device: Device, cost: float, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of a part, on its device; on another device than before, or where a new stretch begins, a pause comes first."""
+        before = self.stretches[-1].device
+        opens = self.cut and (begins or device != before)
+        if opens:
+            self.stretches.append(_Stretch(device, torch.autograd._get_sequence_nr()))
         started: list[tuple[Tensor, Any]] = []
 
         def place(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            known = self._moved.get((id(value), device))
-            if known is not None:
-                return known[1]
-            # What needs gradients is cut off even where a ring comes back to its device; labels of one host cannot tell what is where.
-            stays = not crosses or (isinstance(self.copies, CudaCopies) and not value.requires_grad)
-            if stays and self.copies.is_on(value, device):
-                return value
-            return self._move(value, device, started)
+            return self._place(value, device, before, started) if isinstance(value, Tensor) else value
 
         args, kwargs = tree_map(place, args), tree_map(place, kwargs)
-        if crosses and self.pause is not None:
+        if opens and self.pause is not None:
             self.pause(device)
         for copy, event in started:
             self.copies.finish(copy, event)
@@ -241,17 +282,41 @@ class _Passage:
         self._current = device
         return args, kwargs
 
-    def _move(self, value: Tensor, device: Device, started: list[tuple[Tensor, Any]]) -> Tensor:
-        if self.cut:
+    def _place(self, value: Tensor, device: Device, before: Device, started: list[tuple[Tensor, Any]]) -> Tensor:
+        """An argument where the part can use it, cut off from the stretch that made it."""
+        if not self.cut:
+            return _to_card(value, device)
+        if (known := self._moved.get((id(value), device))) is not None:
+            return known[1]  # a leaf, which later stretches may use too: its gradient is complete when its own stretch goes backward
+        maker = self._maker(value)
+        where = self.copies.device_of(value)
+        if where is None:  # a label: of the stretch that made it, and what needs no gradient has come along with the rest
+            where = before if maker is None else self.stretches[maker].device
+        now = len(self.stretches) - 1
+        if where == device and (maker is None or maker == now or value.grad_fn is None):
+            return value
+        if maker == now:
+            return _to_card(value, device)
+        if where == device:
+            copy = value.detach()
+        else:
             copy, event = self.copies.start(value, device)
             started.append((copy, event))
-            if value.requires_grad and torch.is_grad_enabled():
-                copy.requires_grad_(True)
-                self.stretches[-1].crossings.append((value, copy))
-        else:
-            copy = value if not isinstance(device, int) else value.to(torch.device("cuda", device), non_blocking=True)
+        if maker is not None:
+            copy.requires_grad_(True)
+            self.stretches[now].crossings.append((maker, value, copy))
+            self._made_in[id(copy)] = now
         self._moved[(id(value), device)] = (value, copy)
         return copy
+
+    def _maker(self, value: Tensor) -> int | None:
+        """The stretch in whose part of the autograd graph a tensor hangs; None where it needs no gradient."""
+        if not value.requires_grad or not torch.is_grad_enabled():
+            return None
+        if value.grad_fn is None:  # a leaf of an earlier boundary; else a weight, which takes gradients at any time
+            return self._made_in.get(id(value), 0)
+        number = value.grad_fn._sequence_nr()
+        return next((index for index in range(len(self.stretches) - 1, 0, -1) if self.stretches[index].first_node <= number), 0)
 
     def close(self) -> None:
         """Lets go of every tensor, and of the micro-batch, which would otherwise wait for the garbage collector together."""
@@ -260,23 +325,24 @@ class _Passage:
         self._moved.clear()
 
     def backward(self, index: int, loss: Tensor | None) -> None:
-        """Backward of one stretch; its copies' gradients start on their way to the stretch before."""
-        if loss is not None:
-            torch.autograd.backward([loss])
-        else:
-            roots = self.stretches[index + 1].returned
-            for _, gradient, event in roots:
-                self.copies.finish(gradient, event)
-            if roots:  # none where everything before the boundary is frozen
-                torch.autograd.backward([source for source, _, _ in roots], [gradient for _, gradient, _ in roots])
-            self.stretches[index + 1].returned = []
+        """Backward of one stretch; the gradients of its leaves start on their way to the stretches that made what they are copies of."""
         stretch = self.stretches[index]
-        for source, copy in stretch.crossings:
+        roots: list[Tensor] = [] if loss is None else [loss]
+        gradients: list[Tensor | None] = [None] * len(roots)
+        for source, gradient, event in stretch.returned:
+            self.copies.finish(gradient, event)
+            roots.append(source)
+            gradients.append(gradient)
+        stretch.returned = []
+        if roots:  # none where everything before the boundary is frozen
+            torch.autograd.backward(roots, gradients)
+        for maker, source, copy in stretch.crossings:
             if copy.grad is None:
                 continue
-            back = self.stretches[index - 1].device
-            gradient, event = self.copies.start(copy.grad, back)
-            stretch.returned.append((source, gradient, event))
+            place = self.copies.device_of(source)
+            place = self.stretches[maker].device if place is None else place
+            back, event = (copy.grad, None) if place == stretch.device else self.copies.start(copy.grad, place)
+            self.stretches[maker].returned.append((source, back, event))
             copy.grad = None
         stretch.crossings = []
 
@@ -340,14 +406,16 @@ class _MicroBatch:
 
     def __init__(self, pipeline: Pipeline, call: Callable[[], Tensor], index: int) -> None:
         self.index, self.ready = index, 0.0
-        self.passage = _Passage(pipeline.boundaries, self._pause, cut=True)
+        self.passage = _Passage(pipeline.boundaries, None if pipeline.whole else self._pause, cut=not pipeline.whole)
         self.loss: Tensor | None = None
         self.next_device: Device = pipeline.boundaries.input_device
         self.position = -1  # of the next stretch to go backward; below 0 while still in forward
         self.forward_done = False
         self._call, self._cancelled = call, False
         self._error: BaseException | None = None
-        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._go, self._back = threading.Lock(), threading.Lock()  # released by one thread, taken by the other, in turn
+        self._go.acquire()
+        self._back.acquire()
         self._worker: _Worker | None = _Worker.start(self._run)
 
     def _run(self) -> None:
@@ -430,13 +498,24 @@ class Pipeline:
         model: placed, its parts on the devices of the map.
         device_map: device by module, complete.
         recompute: activation checkpointing is on, so that backward includes a forward; only the schedule asks for it.
+        whole: one micro-batch after the other, each as one autograd graph. For losses that are made of more than what the last part
+            puts out (a router's loss over all layers), whose graph cannot be cut at the boundaries.
     """
 
-    def __init__(self, model: Any, device_map: Mapping[str, Device], *, recompute: bool = False, copies: Any = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        device_map: Mapping[str, Device],
+        *,
+        recompute: bool = False,
+        whole: bool = False,
+        copies: Any = None,
+        blocks_at_once: int = _BLOCKS_AT_ONCE,
+    ) -> None:
         if copies is None:
             copies = CudaCopies() if any(isinstance(device, int) for device in device_map.values()) else CpuCopies()
-        self.boundaries = Boundaries(model, device_map, copies)
-        self.recompute = recompute
+        self.boundaries = Boundaries(model, device_map, copies, blocks_at_once)
+        self.recompute, self.whole = recompute, whole
         self.order: list[tuple[str, int, Device]] = []
 
     @property
@@ -461,7 +540,7 @@ class Pipeline:
         Raises:
             Whatever a forward or backward raised; by then no thread runs any more, and only the gradients are unfinished.
         """
-        bound = num_tasks_bound(len(losses), depth)
+        bound = 1 if self.whole else num_tasks_bound(len(losses), depth)
         timeline = Timeline()
         self.order = []
         results: list[Tensor | None] = [None] * len(losses)

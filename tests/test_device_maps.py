@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -250,6 +251,54 @@ def test_dynamic_falls_back_to_auto_when_balanced_cannot_be() -> None:
     # No card has the free memory that balanced asks for; auto does not look at that.
     choice = choose_device_map(model, "dynamic", where({0: total, 1: total}, threshold=0.0, min_memory_bytes=10 * total))
     assert choice.strategy == "auto" and choice.decisions[-1].startswith("balanced cannot be loaded (no card has")
+
+
+def _llama(layers: int, hidden: int, wide: int) -> Any:
+    from transformers import LlamaConfig
+
+    shape = {"hidden_size": hidden, "intermediate_size": wide, "num_hidden_layers": layers, "num_attention_heads": 32, "vocab_size": 128256}
+    return meta_model(LlamaConfig(**shape, num_key_value_heads=8, tie_word_embeddings=False), torch.bfloat16)
+
+
+def _layers(model: Any, device_map: dict[str, Any]) -> list[int]:
+    places = [device_of(device_map, unit.names[0]) for unit in find_units(model) if unit.is_block]
+    return [places.count(card) for card in (0, 1)]
+
+
+def test_rotary_tables_are_where_the_first_block_is() -> None:
+    model = _llama(32, 4096, 14336)
+    cards: dict[Device, int] = {0: 130 * GB, 1: 130 * GB}
+    job = MapJob(training_bytes_per_param=6, num_tokens=2048, in_flight=8, activation_checkpointing=True)
+    for strategy in ("auto", "balanced", "dynamic", '{"model": 0, "model.rotary_emb": 1, "lm_head": 1}'):
+        device_map = choose_device_map(model, strategy, where(cards, job=job)).device_map
+        # accelerate goes by registration, where the tables come behind the norm, on the last card.
+        assert device_of(device_map, "model.rotary_emb") == device_of(device_map, "model.layers.0") == 0
+    assert choose_device_map(model, '{"model": 0, "lm_head": 1}', where(cards)).device_map == {"model": 0, "lm_head": 1}
+
+
+def test_of_even_splits_the_fastest_is_taken() -> None:
+    model = _llama(16, 2048, 8192)
+    cards: dict[Device, int] = {0: 130 * GB, 1: 130 * GB}
+    job = MapJob(training_bytes_per_param=6, num_tokens=8192, in_flight=8, activation_checkpointing=True, loss_chunk_size=3072)
+    choice = choose_device_map(model, "balanced", where(cards, job=job))
+    # The head is 4.3 blocks of weights, and not computed again: 40 on the first card, 24 + 12.9 on the second. By bytes it is 11 to 5.
+    assert _layers(model, choice.device_map) == [10, 6] and choice.decisions == ()
+    assert max(share.num_bytes / share.ideal_bytes for share in choice.report.devices.values()) <= 1.10
+    alone = choose_device_map(model, "balanced", where(cards, job=dataclasses.replace(job, in_flight=1)))
+    assert _layers(model, alone.device_map) == [13, 3]  # one micro-batch at a time: nothing to win, so as even as can be
+
+
+def test_logits_do_not_drive_all_blocks_to_the_other_card_while_there_is_room() -> None:
+    model = _llama(16, 2048, 8192)
+    job = MapJob(training_bytes_per_param=6, num_tokens=8192, in_flight=8, activation_checkpointing=True, loss_chunk_size=0)
+    choice = choose_device_map(model, "balanced", where({0: 130 * GB, 1: 130 * GB}, job=job))
+    assert _layers(model, choice.device_map) == [10, 6]
+    assert choice.decisions[0].startswith("bytes and time contradict each other: an even split would be 1.39x slower")
+    # Where the cards are nearly full, bytes decide; and where they are to be equal whatever happens.
+    for size, forced in ((17, False), (130, True)):
+        even = choose_device_map(model, "balanced", where({0: size * GB, 1: size * GB}, job=job, force_balance=forced))
+        assert _layers(model, even.device_map)[1] <= 2 and even.decisions == ()
+        assert max(share.num_bytes / share.ideal_bytes for share in even.report.devices.values()) <= 1.10
 
 
 def test_what_spills_to_the_host_is_an_error_unless_allowed() -> None:

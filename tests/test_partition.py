@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,12 @@ from harness.partition import (
     analyze_device_balance,
     fair_shares,
     format_gib,
+    loads_of,
     normal_device,
     parse_size,
     pipeline_speedup,
     split_contiguous,
+    split_for_time,
 )
 
 
@@ -95,6 +98,28 @@ def test_a_split_is_the_best_of_all_contiguous_ones() -> None:
         else:
             assert found is not None and fits(tuple(found)) and found == sorted(found)
             assert fullest(tuple(found)) == pytest.approx(min(map(fullest, possible)))
+
+
+def test_a_split_for_time_is_the_fastest_that_fits_and_of_those_the_most_even() -> None:
+    generator = random.Random(1)
+    for _ in range(60):
+        sizes = [generator.randint(1, 20) for _ in range(generator.randint(2, 8))]
+        work = [generator.randint(0, 5) for _ in sizes]
+        limits = [float(generator.randint(10, 70)) for _ in range(generator.randint(2, 3))]
+        shares = fair_shares(sum(sizes), limits)
+
+        def rank(positions: tuple[int, ...], sizes: Any = sizes, work: Any = work, limits: Any = limits, shares: Any = shares) -> Any:
+            loads, times = loads_of(sizes, positions, len(limits)), loads_of(work, positions, len(limits))
+            if any(load > limit for load, limit in zip(loads, limits, strict=True)):
+                return (float("inf"), 0.0)
+            return (max(times), max(load / share for load, share in zip(loads, shares, strict=True)))
+
+        ordered = (list(one) for one in itertools.combinations_with_replacement(range(len(limits)), len(sizes)))
+        best = min(rank(tuple(positions)) for positions in ordered)
+        found = split_for_time(sizes, work, shares, limits)
+        assert (found is None) == (best[0] == float("inf"))
+        if found is not None:
+            assert found == sorted(found) and rank(tuple(found)) == pytest.approx(best)
 
 
 def test_a_device_without_a_share_gets_nothing() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import random
 import threading
 import weakref
 from typing import Any
@@ -23,8 +24,8 @@ from harness.placement import meta_model
 LENGTHS = (7, 12, 5, 9, 7, 11)
 
 
-def _model(kind: str, tied: bool = False, layers: int = 4) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _model(kind: str, tied: bool = False, layers: int = 4, **more: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     wide = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
     own: dict[str, dict[str, Any]] = {
@@ -34,12 +35,23 @@ def _model(kind: str, tied: bool = False, layers: int = 4) -> Any:
         "opt": {**wide, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
         "gpt_neox": wide,
         "mixtral": {**wide, "num_key_value_heads": 2, "num_local_experts": 4},
+        "t5": {
+            "d_model": 32,
+            "d_ff": 48,
+            "d_kv": 8,
+            "num_heads": 4,
+            "num_layers": layers,
+            "dropout_rate": 0.0,
+            "decoder_start_token_id": 0,
+        },
     }
+    own[kind] |= more
     config = AutoConfig.for_model(
         kind, vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied, **own[kind]
     )
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).train()
+    auto: Any = AutoModelForSeq2SeqLM if kind == "t5" else AutoModelForCausalLM
+    return auto.from_config(config).train()
 
 
 def _map(model: Any, num_places: int) -> dict[str, Any]:
@@ -53,6 +65,18 @@ def _map(model: Any, num_places: int) -> dict[str, Any]:
         last = place.get(unit.names[0], last)
         result.update(dict.fromkeys(unit.names, last))
     return result
+
+
+class _Sent(CpuCopies):
+    """Notes where copies go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.targets: list[Any] = []
+
+    def start(self, tensor: torch.Tensor, device: Any) -> tuple[torch.Tensor, Any]:
+        self.targets.append(device)
+        return super().start(tensor, device)
 
 
 def _batches() -> list[torch.Tensor]:
@@ -111,6 +135,72 @@ def test_a_tied_head_makes_a_ring() -> None:
     assert found == losses
     for name, gradient in gradients.items():
         torch.testing.assert_close(piped[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+ODD = ["llama", "gemma3_text", "gpt2", "opt", "gpt_neox", "mixtral", "t5"]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_any_map_has_the_plain_models_gradients(kind: str) -> None:
+    # Places come back, tables are apart from their blocks, the head is before the body: what crosses was not made where it was last.
+    model = _model(kind, layers=5 if kind != "t5" else 3)
+    losses, gradients = _plain(model)
+    units = find_units(meta_model(model.config))
+    for seed in range(4):
+        generator = random.Random(seed)
+        device_map = {name: place for unit in units if (place := generator.choice("abc")) for name in unit.names}
+        found, piped, pipeline = _piped(model, device_map, seed % 3, blocks_at_once=seed)
+        assert found == losses, device_map
+        assert piped.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(piped[name], gradient, rtol=1e-4, atol=1e-6, msg=f"{name} under {device_map}")
+        pipeline.close()
+
+
+def test_gradients_go_to_the_place_that_made_what_crossed() -> None:
+    model = _model("t5", layers=2)
+    device_map = {"shared": "a", "encoder.embed_tokens": "a", "decoder.embed_tokens": "a", "lm_head": "a"}
+    for stack, places in {"encoder": "ab", "decoder": "cd"}.items():
+        device_map |= {f"{stack}.block.{index}": place for index, place in enumerate(places)} | {f"{stack}.final_layer_norm": places[-1]}
+    copies = _Sent()
+    _, _, pipeline = _piped(model, device_map, 1, copies=copies)
+    visits = [(kind, device) for kind, index, device in pipeline.order if index == 0]
+    assert "".join(device for kind, device in visits if kind == "forward") == "abacda"
+    assert "".join(device for kind, device in visits if kind == "backward") == "adcaba"
+    # Backward of a micro-batch, from the head: the decoder's output. From d: hidden states and the bias of positions, made on c, and the
+    # encoder's output, made on b. From c: the decoder's embeddings, made on a, and the encoder's output. From b: hidden states and bias.
+    sent = copies.targets[-8:]
+    assert (sent[0], sorted(sent[1:4]), sorted(sent[4:6]), sent[6:]) == ("d", ["b", "c", "c"], ["a", "b"], ["a", "a"])
+
+
+def test_accelerates_map_with_the_table_at_the_end() -> None:
+    # For this config on two equal cards accelerate's auto goes by registration: the embedding on 0, rotary_emb behind the norm on 1.
+    model = _model("llama", layers=4)
+    losses, gradients = _plain(model)
+    blocks = {f"model.layers.{index}": "a" if index < 2 else "b" for index in range(4)}
+    device_map = {"model.embed_tokens": "a", **blocks, "model.norm": "b", "model.rotary_emb": "b", "lm_head": "b"}
+    found, piped, pipeline = _piped(model, device_map)
+    assert "".join(device for kind, index, device in pipeline.order if index == 0) == "abba"  # the table is not worth a stretch
+    assert found == losses and all(torch.equal(piped[name], gradient) for name, gradient in gradients.items())
+
+
+def test_runs_of_blocks_are_cut_on_one_place_too() -> None:
+    model = _model("llama", layers=6)
+    losses, gradients = _plain(model)
+    copies = _Sent()
+    found, piped, pipeline = _piped(model, _map(model, 2), blocks_at_once=2, copies=copies)
+    # Three blocks a place: two, a pause, one more; copies as without, four there and one back.
+    assert "".join(device for kind, index, device in pipeline.order if index == 0) == "aabb" + "bbaa"
+    assert len(copies.targets) == 5 * len(LENGTHS)
+    assert found == losses and all(torch.equal(piped[name], gradient) for name, gradient in gradients.items())
+
+
+def test_a_routers_loss_goes_through_all_places_as_one_graph() -> None:
+    model = _model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+    losses, gradients = _plain(model)
+    found, piped, pipeline = _piped(model, _map(model, 2), whole=True)
+    assert [index for _, index, _ in pipeline.order] == [index for index in range(len(LENGTHS)) for _ in range(2)]
+    assert found == losses and all(torch.equal(piped[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
-from harness.blocks import set_activation_checkpointing
+from harness.blocks import Blocks, compile_backend
 from harness.engines import dcp
 from harness.engines.base import (
     Build,
@@ -28,7 +28,7 @@ from harness.engines.base import (
 )
 from harness.findings import UserError, has_errors
 from harness.ladder import MemorySettings
-from harness.loss import install_loss
+from harness.loss import has_router_loss, install_loss
 from harness.model_units import MapJob, check_device_map, device_of, find_units
 from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
@@ -101,11 +101,15 @@ class DeviceMapEngine:
             self.settings = self.settings.replace(in_flight_micro_batches=self.choice.in_flight)
         self.module: Any = fill_placed(build.empty_model, self.choice.device_map)
         self._log_memory()
-        install_loss(self.module, build.settings.loss_chunk_size)
-        set_activation_checkpointing(self.module, build.settings.activation_checkpointing)
+        self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
         self.module.train()
         recompute = build.settings.activation_checkpointing != "none"
-        self.pipeline = Pipeline(self.module, self.choice.device_map, recompute=recompute)
+        whole = has_router_loss(config)
+        if whole:
+            log.warning("the router's loss is made of all layers at once: one micro-batch at a time passes through the devices")
+        self.pipeline = Pipeline(self.module, self.choice.device_map, recompute=recompute, whole=whole)
         self.module.hf_device_map = dict(self.choice.device_map)
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
@@ -226,7 +230,7 @@ class DeviceMapEngine:
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        set_activation_checkpointing(self.module, settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing)
         self.pipeline.recompute = settings.activation_checkpointing != "none"
         self.settings = settings
         return True
