@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.findings import user_error
+from harness import node_facts
+from harness.findings import Finding, UserError, has_errors, user_error
 
 log = logging.getLogger("harness")
 
@@ -236,15 +237,32 @@ def _absent(store: dist.Store, sign: str, ranks: Iterable[int], timeout_s: float
     return absent
 
 
-def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
+def compare_nodes(store: dist.Store, rank: int, local_rank: int, size: int, facts: Mapping[str, Any], timeout_s: float) -> list[Finding]:
+    """What differs between the nodes of a job and is no reason to stop; the same on every rank.
+
+    Raises:
+        UserError: what is one: sizes, versions, code or arguments differ.
+        PeerFailedError: a rank said nothing within the limit.
+    """
+    try:
+        findings = node_facts.agree(store, rank, local_rank, size, facts, timeout_s)
+    except RuntimeError as error:
+        raise PeerFailedError(f"comparing the nodes failed on rank {rank}: {str(error).splitlines()[0]}") from None
+    if has_errors(findings):
+        raise UserError(findings)
+    return findings
+
+
+def start(*, use_cpu: bool = False, timeout_s: float = 1800.0, arguments: Mapping[str, Any] | None = None) -> Coordinator:
     """Joins the job that the launcher's environment describes; alone, a job of one process.
 
     Args:
         use_cpu: compute on the CPU although there are GPUs.
         timeout_s: limit for collectives and barriers, seconds.
+        arguments: the run's; nodes whose arguments differ are refused.
 
     Raises:
-        UserError: more local processes than GPUs.
+        UserError: more local processes than GPUs, or nodes that differ in what must be the same.
         PeerFailedError: not all ranks came; names those that did not.
     """
     environ = os.environ
@@ -270,6 +288,11 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0) -> Coordinator:
     store: dist.Store | None = None
     if "MASTER_ADDR" in environ and "RANK" in environ:
         store = meet(rank, size, timeout_s)
+        if node_facts.of_several_nodes(environ):  # before the first collective, which may hang where they differ
+            facts = node_facts.facts_of_this_node(arguments or {}) if local_rank == 0 else {}
+            findings = compare_nodes(store, rank, local_rank, size, facts, timeout_s)
+            for finding in findings if rank == 0 else []:
+                log.warning("%s", finding.line())
         dist.init_process_group(store=store, rank=rank, world_size=size, **options)
     else:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from harness import guard_line
 from harness.guard_line import die_with_parent
-from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, send_line, signal_text
+from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -138,6 +138,7 @@ class Guard:
         self.hub: Hub | None = None
         self.rules = Rulings(1)
         self.to_hub: socket.socket | None = None
+        self.hub_host = ""
         self.from_hub = Lines()
         self.ruling: Ruling | None = None
         self.attempt = 0
@@ -264,6 +265,8 @@ class Guard:
             return None
         self._record_kill()
         ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
+        if ended_by_us and self.ruling is not None:  # it could not say why any more
+            self._record(f"rank {self.rank} was ended, because {self.ruling.why}")
         return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
 
     def _why(self, code: int) -> dict[str, Any] | None:
@@ -283,22 +286,26 @@ class Guard:
 
     def _record_kill(self) -> None:
         if self.killed_by:
-            from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
-
             print(self.killed_by, file=sys.stderr, flush=True)
-            record_exit(self.folder, FAILED, self.killed_by, self.rank, self.started_s)
+            self._record(self.killed_by)
             self.killed_by = ""
+
+    def _record(self, reason: str) -> None:
+        from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
+
+        record_exit(self.folder, FAILED, reason, self.rank, self.started_s)
 
     # ---- the hub
 
     def _call_hub(self, message: dict[str, Any]) -> None:
         try:
             connection = socket.create_connection(("127.0.0.1" if self.rank == 0 else message["host"], message["port"]), timeout=10.0)
-            send_line(connection, {"rank": self.rank, "secret": message["secret"]})
+            watch_peer(connection)
+            send_line(connection, {"rank": self.rank, "secret": message["secret"], "node": socket.gethostname()})
         except OSError as error:
             print(f"rank {self.rank} cannot reach the guard of rank 0: {error}; no relaunch", file=sys.stderr, flush=True)
             return
-        self.to_hub = connection
+        self.to_hub, self.hub_host = connection, str(message["host"])
         self.selector.register(connection, selectors.EVENT_READ, self._hear_hub)
 
     def _report(self, report: Report) -> None:
@@ -321,7 +328,7 @@ class Guard:
             self.selector.unregister(self.to_hub)
             self.to_hub.close()
             if self.ruling is None or self.ruling.kind == "relaunch":
-                self._obey(Ruling("fail", self.attempt, why="the guard of rank 0 is gone"))
+                self._obey(Ruling("fail", self.attempt, why=gone(0, self.hub_host)))
 
     def _obey(self, ruling: Ruling | None) -> None:
         if ruling is None:
@@ -330,7 +337,7 @@ class Guard:
         if ruling.kind == "done" or self.child is None or self.child.poll() is not None:
             return
         if ruling.kind == "fail":
-            print(f"rank {self.rank}: ending, because of {ruling.why}", file=sys.stderr, flush=True)
+            print(f"rank {self.rank}: ending, because {ruling.why}", file=sys.stderr, flush=True)
             self._send(signal.SIGTERM)
         # A peer of a rank that must come back sits in a collective with it, maybe in a GPU wait: nothing of it can be saved.
         grace_s = FAIL_GRACE_S if ruling.kind == "fail" else RELAUNCH_GRACE_S

@@ -98,11 +98,11 @@ class Rulings:
             self.judge_at_s = now_s + self.wait_s
         return None
 
-    def lost(self, rank: int) -> Ruling | None:
+    def lost(self, rank: int, node: str = "") -> Ruling | None:
         """A guard is gone without having been told to go."""
         if self.closed:
             return None
-        return self._close("fail", f"the guard of rank {rank} is gone")
+        return self._close("fail", gone(rank, node))
 
     def tick(self, now_s: float) -> Ruling | None:
         """Lets time pass."""
@@ -115,8 +115,13 @@ class Rulings:
         return Ruling(kind, self.attempt, why=why)
 
 
+def gone(rank: int, node: str = "") -> str:
+    """For people: a guard that says nothing any more."""
+    return f"the guard of rank {rank}{' on ' + node if node else ''} is gone: its node is down or cut off, or the guard was killed"
+
+
 def _describe(failed: list[Report]) -> str:
-    ends = [f"rank {each.rank} " + (f"exit code {each.code}" if each.code >= 0 else signal_text(-each.code)) for each in failed]
+    ends = [f"rank {each.rank} ended with " + (f"exit code {each.code}" if each.code >= 0 else signal_text(-each.code)) for each in failed]
     return ", ".join(sorted(ends))
 
 
@@ -158,6 +163,19 @@ class Lines:
         return messages
 
 
+# After this long without a sign of life, the machine at the other end counts as gone.
+SILENT_S = 30
+
+
+def watch_peer(connection: socket.socket) -> None:
+    """Lets a connection fail when the other machine is gone without a word (power, network): by itself TCP would never notice."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": (SILENT_S - 10) // 5, "TCP_USER_TIMEOUT": 1000 * SILENT_S}
+    for name, value in options.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
 def _listen(address: str, backlog: int) -> socket.socket:
     """A listener on a port that is not the job's own rendezvous: its launcher has chosen that one, but nobody holds it yet."""
     taken = socket.create_server((address, 0), backlog=backlog)
@@ -183,6 +201,7 @@ class Hub:
         self.listener.setblocking(False)
         self.port = int(self.listener.getsockname()[1])
         self.guards: dict[int, socket.socket] = {}
+        self.nodes: dict[int, str] = {}
         self.last: Ruling | None = None
         self._closed: set[socket.socket] = set()
         selector.register(self.listener, selectors.EVENT_READ, self._accept)
@@ -192,6 +211,7 @@ class Hub:
             connection, _ = self.listener.accept()
             connection.setblocking(True)
             connection.settimeout(5.0)
+            watch_peer(connection)
             lines = Lines()
             self.selector.register(connection, selectors.EVENT_READ, lambda: self._read(connection, lines))
 
@@ -213,6 +233,7 @@ class Hub:
             of_this_job = hmac.compare_digest(str(message.get("secret")), self.secret)
             if of_this_job and isinstance(told, int) and 0 <= told < self.rules.num_ranks and told not in self.guards:
                 self.guards[told] = connection
+                self.nodes[told] = str(message.get("node", ""))
                 if self.last is not None:  # it comes late
                     self._send(connection, self.last)
             else:
@@ -231,7 +252,7 @@ class Hub:
         rank = next((known for known, other in self.guards.items() if other is connection), None)
         if rank is not None:
             del self.guards[rank]
-            self.tell(self.rules.lost(rank))
+            self.tell(self.rules.lost(rank, self.nodes.get(rank, "")))
 
     def tick(self) -> None:
         self.tell(self.rules.tick(time.monotonic()))

@@ -74,7 +74,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     _set_environment()
     coordination.setup_logging(debug=args.train.debug)
     try:
-        coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout)
+        coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout, arguments=args.to_dict())
     except coordination.PeerFailedError as error:
         log.error("%s", error, extra={"all_ranks": True})
         run_folder.record_exit(folder, FAILED, f"{error}", rank, started_s)
@@ -102,8 +102,8 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
         os._exit(FAILED)
-    if rank == 0:  # before the others are waited for: what was reached is true whatever becomes of them
-        run_folder.record_exit(folder, code, reason, rank, started_s)
+    # Before the others are waited for: what was reached is true whatever becomes of them. Other ranks tell it to their node's launcher.
+    run_folder.record_exit(folder if rank == 0 else None, code, reason, rank, started_s)
     try:
         coordinator.close()
     except coordination.PeerFailedError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from harness import guard
 from harness.guard import parent_of
-from harness.relaunch_hub import MAX_RELAUNCHES, Lines, Report, Rulings
+from harness.relaunch_hub import MAX_RELAUNCHES, SILENT_S, Lines, Report, Rulings, watch_peer
 from tests.launching import ROOT
 
 OOM = {"phase": "update"}
@@ -52,11 +53,11 @@ def test_a_failure_alone_ends_all_in_time_or_when_all_have_ended() -> None:
     rules = Rulings(3, wait_s=5.0)
     rules.add(Report(1, 0, 7), 10.0)
     ruling = rules.tick(15.0)
-    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 exit code 7")
+    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 ended with exit code 7")
     rules = Rulings(2, wait_s=5.0)
     rules.add(Report(1, 0, -9), 10.0)
     ruling = rules.add(Report(0, 0, 0), 10.0)
-    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 signal 9 (SIGKILL)")
+    assert ruling is not None and (ruling.kind, ruling.why) == ("fail", "rank 1 ended with signal 9 (SIGKILL)")
 
 
 def test_a_guard_that_is_gone_ends_all_once() -> None:
@@ -182,9 +183,11 @@ def test_a_bug_is_not_started_again(victim: int, tmp_path: Path) -> None:
     codes = guards.wait()
     assert codes[victim] == 7
     assert codes[1 - victim] == 1  # ended by its guard: no launcher did it here
-    assert not (tmp_path / "exit.json").exists()  # which is no signal from outside
+    # The bug itself left no reason, so the guard's stands.
+    reason = json.loads((tmp_path / "exit.json").read_text())["reason"]
+    assert reason == f"rank {1 - victim} was ended, because rank {victim} ended with exit code 7"
     assert guards.lives(1) == []
-    assert f"ending, because of rank {victim} exit code 7" in str(guards.processes[1 - victim].stderr.read())  # type: ignore[union-attr]
+    assert f"ending, because rank {victim} ended with exit code 7" in str(guards.processes[1 - victim].stderr.read())  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("victim", "num_ranks"), [(1, 2), (0, 1)])
@@ -236,6 +239,21 @@ def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
     guards.processes[rank].send_signal(signal.SIGKILL)
     codes = guards.wait()
     assert codes[rank] == -9 and codes[1 - rank] == 1
+    reason = json.loads((tmp_path / "exit.json").read_text())["reason"]
+    node = "127.0.0.1" if rank == 0 else socket.gethostname()
+    assert reason.startswith(f"rank {1 - rank} was ended, because the guard of rank {rank} on {node} is gone: its node is down or cut off")
+
+
+def test_a_peer_that_says_nothing_is_noticed_within_the_limit() -> None:
+    """The settings as the kernel has them; what they do is tested between two nodes."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as connection:
+        watch_peer(connection)
+        options = {
+            name: connection.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}")) for name in ("KEEPIDLE", "KEEPINTVL", "KEEPCNT")
+        }
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert options["KEEPIDLE"] + options["KEEPINTVL"] * options["KEEPCNT"] == SILENT_S == 30
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
 
 
 def test_a_stop_request_is_stronger_than_a_relaunch(tmp_path: Path) -> None:

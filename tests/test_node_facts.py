@@ -1,0 +1,160 @@
+"""What must be the same on all nodes: what counts as different, and that every rank hears the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import coordination, node_facts
+from harness.findings import Finding, UserError
+
+FACTS: dict[str, Any] = {
+    "node": "a",
+    "num_processes": 4,
+    "versions": {"python": "3.11", "torch": "2.13.0", "peft": "0.21"},
+    "code": {"loss.py": "11", "engines/fsdp.py": "22"},
+    "environment": {"NCCL_ALGO": "Ring"},
+    "arguments": {"seed": 1, "output_dir": "out"},
+}
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    """The facts of node b, with parts replaced."""
+    return copy.deepcopy(FACTS) | {"node": "b"} | parts
+
+
+def lines(other: dict[str, Any]) -> list[str]:
+    return [finding.line() for finding in node_facts.compare({0: FACTS, 4: other})]
+
+
+def test_equal_nodes_have_nothing_to_say() -> None:
+    assert lines(changed()) == []
+
+
+@pytest.mark.parametrize(
+    ("parts", "line"),
+    [
+        (
+            {"num_processes": 2},
+            "error   nodes: of unequal size: 4 on a (rank 0), 2 on b (rank 4) -> start as many processes on each node",
+        ),
+        (
+            {"versions": {"python": "3.11", "torch": "2.12.0", "peft": "0.21"}},
+            "error   torch: 2.13.0 on a (rank 0), 2.12.0 on b (rank 4) -> install the same version on all nodes",
+        ),
+        (
+            {"versions": {"python": "3.11", "torch": "2.13.0"}},
+            "error   peft: 0.21 on a (rank 0), missing on b (rank 4) -> install the same version on all nodes",
+        ),
+        (
+            {"code": {"loss.py": "12", "engines/fsdp.py": "22", "new.py": "3"}},
+            "error   harness: the code on b (rank 4) is not that on a (rank 0): loss.py, new.py -> the same commit on all nodes",
+        ),
+        (
+            {"arguments": {"seed": 2, "output_dir": "out"}},
+            "error   --seed: 1 on a (rank 0), 2 on b (rank 4) -> the same command on all nodes",
+        ),
+        (
+            {"environment": {}},
+            "warning NCCL_ALGO: Ring on a (rank 0), not set on b (rank 4) -> pass it to all nodes, or to none",
+        ),
+    ],
+)
+def test_each_difference_is_named(parts: dict[str, Any], line: str) -> None:
+    assert lines(changed(**parts)) == [line]
+
+
+def test_many_files_are_counted() -> None:
+    other = changed(code={f"m{number}.py": "1" for number in range(5)})
+    assert lines(other)[0].endswith("loss.py, engines/fsdp.py, m0.py, m1.py and 3 more -> the same commit on all nodes")
+
+
+def test_the_facts_of_this_node() -> None:
+    environ = {"LOCAL_WORLD_SIZE": "2", "NCCL_ALGO": "Tree", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "INFO", "HOME": "/x"}
+    facts = json.loads(json.dumps(node_facts.facts_of_this_node({"seed": 3, "local_rank": 1}, environ)))
+    assert facts["num_processes"] == 2 and facts["arguments"] == {"seed": 3}
+    assert facts["environment"] == {"NCCL_ALGO": "Tree"}
+    assert facts["versions"]["python"].startswith("3.") and facts["versions"]["torch"] and "liger-kernel" not in facts["versions"]
+    assert {"run_clm.py", "engines/fsdp.py", "node_facts.py"} <= set(facts["code"])
+
+
+def test_a_changed_file_has_another_digest(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("x = 1\n")
+    before = node_facts.code_digests(tmp_path)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert list(before) == ["a.py"] and node_facts.code_digests(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("environ", "several"),
+    [
+        ({}, False),
+        ({"WORLD_SIZE": "4"}, False),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"WORLD_SIZE": "4", "LOCAL_SIZE": "1"}, True),
+    ],
+)
+def test_jobs_on_several_nodes(environ: dict[str, str], several: bool) -> None:
+    assert node_facts.of_several_nodes(environ) == several
+
+
+class MemoryStore:
+    """torch's store, in this process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: all(key in self.values for key in keys), timeout.total_seconds()):
+                raise RuntimeError(f"wait timeout: {keys}")
+
+
+def everybody(facts: list[dict[str, Any]], num_local: int, silent: int = -1) -> dict[int, Any]:
+    """What each rank of a job hears: findings, or the error."""
+    store, heard = MemoryStore(), {}
+
+    def rank_of(rank: int) -> None:
+        try:
+            heard[rank] = coordination.compare_nodes(store, rank, rank % num_local, size, facts[rank // num_local], 0.3)  # type: ignore[arg-type]
+        except (UserError, coordination.PeerFailedError) as error:
+            heard[rank] = error
+
+    size = num_local * len(facts)
+    threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size) if rank != silent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return heard
+
+
+def test_every_rank_hears_the_same() -> None:
+    assert everybody([FACTS, changed()], 2) == {rank: [] for rank in range(4)}
+    warning = Finding("warning", "NCCL_ALGO", "Ring on a (rank 0), not set on b (rank 2)", "pass it to all nodes, or to none")
+    assert everybody([FACTS, changed(environment={})], 2) == {rank: [warning] for rank in range(4)}
+    heard = everybody([FACTS, changed(arguments={"seed": 2, "output_dir": "out"}), changed(num_processes=3)], 1)
+    assert sorted(heard) == [0, 1, 2] and {type(each) for each in heard.values()} == {UserError}
+    assert [finding.key for finding in heard[2].findings] == ["nodes", "--seed"]
+
+
+def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_facts, "VERDICT_MARGIN_S", 0.2)
+    heard = everybody([FACTS, changed()], 1, silent=1)
+    assert isinstance(heard[0], coordination.PeerFailedError)
+    assert "comparing the nodes failed on rank 0: wait timeout: ['node_facts/0', 'node_facts/1']" in str(heard[0])
