@@ -219,8 +219,12 @@ def _host_findings(launch: Launch, hosts: Mapping[str, int]) -> Iterator[Finding
         message = f"{wanted}, but {', '.join(f'{host} has {hosts[host]} slots' for host in short)}"
         yield Finding("error", "--num_gpus", message, f"--num_gpus {min(hosts.values())}")
     num_nodes = launch.integer("--num_nodes")
+    used = list(hosts.items())[: num_nodes or None]
     if num_nodes and num_nodes > len(hosts):
         yield Finding("error", "--num_nodes", f"{num_nodes}, but the hostfile names {len(hosts)}", f"--num_nodes {len(hosts)}")
+    elif len({slots for _, slots in used}) > 1 and not {"--num_gpus", "--include", "--exclude"} & set(launch.options):
+        message = f"hosts of unequal size: {', '.join(f'{host} {slots}' for host, slots in used)} slots"
+        yield Finding("error", "--hostfile", message, f"--num_gpus {min(slots for _, slots in used)} takes as many of each")
     for option in ("--include", "--exclude"):
         for part in filter(None, launch.options.get(option, "").split("@")):
             host, _, slots = part.partition(":")

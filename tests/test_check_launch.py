@@ -191,6 +191,8 @@ def test_a_hostfile_that_was_asked_for_must_exist() -> None:
         ("--include node-c", "--include", "node-c is not in the hostfile"),
         ("--include node-b:0,2", "--include", "node-b has slots 0 to 1, not 0,2"),
         ("--exclude node-a:7", "--exclude", "node-a has slots 0 to 3, not 7"),
+        ("", "--hostfile", "hosts of unequal size: node-a 4, node-b 2 slots"),
+        ("--num_nodes 1", None, None),
         ("--num_gpus 2 --num_nodes 2", None, None),
         ("--include node-a:0,3@node-b", None, None),
     ],
