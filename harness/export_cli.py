@@ -16,7 +16,7 @@ import torch
 from harness import checkpoint_files
 from harness.export import export_model, model_card
 from harness.findings import UserError, format_findings, user_error
-from harness.lora import AttachedLora, export_adapter, merge_adapter
+from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
 from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
 
 log = logging.getLogger("harness")
@@ -45,17 +45,26 @@ def open_checkpoint(folder: Path) -> tuple[dict[str, Any], StoredState]:
 
 
 def export_checkpoint(
-    folder: Path, output: Path, dtype: str | None = None, *, merge: bool = False, max_shard_bytes: int = 4 * 2**30
+    folder: Path,
+    output: Path,
+    dtype: str | None = None,
+    *,
+    merge: bool = False,
+    base_model: str | None = None,
+    max_shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Writes the model of a checkpoint; host memory is bounded by one shard file.
 
     Args:
         dtype: "bf16", "fp16" or "fp32" of the weights; None: the dtype the run computed in.
         merge: with LoRA, the adapters are added to the base model instead of being written alone.
+        base_model: where that is, if not where the run took it from.
 
     Raises:
-        UserError: see `open_checkpoint`; `merge` without adapters; an output that exists.
+        UserError: see `open_checkpoint`; `merge` without adapters or without their base model; an output that exists.
     """
+    if base_model is not None and not merge:
+        raise user_error("--base_model", "has no effect alone", "add --merge")
     if output.exists() and any(output.iterdir()):
         raise user_error(str(output), "exists and is not empty", "choose another folder")
     facts, state = open_checkpoint(folder)
@@ -67,12 +76,31 @@ def export_checkpoint(
             raise user_error("--merge", f"{folder} holds a whole model, no adapters", "leave it out")
         _export_whole(state, model_folder, output, wanted, card, max_shard_bytes)
     elif merge:
+        base = base_model or find_base(folder)
         with tempfile.TemporaryDirectory(dir=output.resolve().parent, prefix=".tmp-adapter-") as scratch:
             _export_adapter(state, model_folder, Path(scratch) / "adapter", torch.float32, card)
-            merge_adapter(Path(scratch) / "adapter", output, dtype=wanted)
+            merge_adapter(Path(scratch) / "adapter", output, base, dtype=wanted)
         (output / "README.md").write_text(card, encoding="utf-8")
     else:
         _export_adapter(state, model_folder, output, torch.float32 if dtype is None else wanted, card)
+
+
+def find_base(folder: Path) -> str:
+    """The base model of a checkpoint's adapters: where the run took it from, or what the run kept of one that it had made itself.
+
+    Raises:
+        UserError: it is in neither place.
+    """
+    config = json.loads((folder / checkpoint_files.MODEL_FOLDER / "adapter_config.json").read_text(encoding="utf-8"))
+    name = config.get("base_model_name_or_path")
+    is_path = name is not None and (name.startswith(("/", ".", "~")) or name.count("/") > 1)  # else maybe of the hub
+    if name is not None and (not is_path or Path(name).is_dir()):
+        return str(name)
+    kept = folder.resolve().parent / BASE_FOLDER
+    if kept.is_dir():
+        return str(kept)
+    message = f"the base model of its adapters, {name}, is not there" if name else "the base model was made from scratch and not kept"
+    raise user_error(str(folder), message, "say where it is: --base_model; without --merge the adapters alone are written")
 
 
 def _class_name(model_folder: Path) -> str:
@@ -121,9 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("output", type=Path, help="new folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of the weights; default: what the run computed in")
     parser.add_argument("--merge", action="store_true", help="LoRA: add the adapters to the base model")
+    parser.add_argument("--base_model", "--base-model", help="with --merge: the base model, if it is not where the run took it from")
     options = parser.parse_args(argv)
     try:
-        export_checkpoint(options.checkpoint, options.output, options.dtype, merge=options.merge)
+        export_checkpoint(options.checkpoint, options.output, options.dtype, merge=options.merge, base_model=options.base_model)
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2

@@ -25,7 +25,7 @@ from harness.engines.build import build_engine, master_dtype, resolve_precision,
 from harness.evaluation import Evaluator
 from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
-from harness.lora import check_first_update, export_adapter, untrained_flags
+from harness.lora import BASE_FOLDER, base_weights, check_first_update, export_adapter, untrained_flags, write_r_check
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
@@ -139,6 +139,9 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         write_model_files(
             folder / checkpoint_files.MODEL_FOLDER, empty.model, tokenizer, None if engine.lora is None else engine.lora.config
         )
+        if engine.lora is not None and args.lora.check_r_consistency:
+            write_r_check(folder, engine.module, engine.lora)
+    _keep_base(args, folder, engine, shapes, empty, tokenizer, precision, coordinator)
     # Dropout differs between ranks, and does not depend on how the model was filled.
     _seed(args, coordinator, coordinator.process_index)
     metrics = _metrics(args, folder, coordinator, plan)
@@ -188,6 +191,27 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         _say_steps_down(trainer)
         _say_where(folder, finished)
     return finished
+
+
+def _keep_base(
+    args: Arguments,
+    folder: Path,
+    engine: Engine,
+    shapes: dict[str, tuple[int, ...]],
+    empty: modeling.EmptyModel,
+    tokenizer: Any,
+    precision: str,
+    coordinator: Coordinator,
+) -> None:
+    """Writes the base model of adapters that was made from scratch: without it they would be worth nothing, and nobody else has it."""
+    kept = folder / BASE_FOLDER
+    if engine.lora is None or args.model.model_name_or_path or coordinator.broadcast(kept.is_dir()):
+        return
+    with phase("base model"):
+        weights = ((name, weight) for name, weight in base_weights(engine.full_weights()) if name in shapes)
+        dtype, is_main = compute_dtype(precision), coordinator.is_main_process
+        export_model(kept, weights, shapes, empty.config, tokenizer, dtype=dtype, is_main_process=is_main)
+        coordinator.wait_for_everyone("base model")
 
 
 def _compiles(args: Arguments, engine_name: str, coordinator: Coordinator) -> bool:

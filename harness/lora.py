@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import json
 import math
 import re
 import shutil
@@ -30,6 +31,7 @@ from harness.findings import Finding, UserError, user_error
 from harness.lora_targets import build_config, pattern_matches
 
 ADAPTER = "default"
+BASE_FOLDER = "base"  # in a run's folder: the base model, where it was made from scratch and so is nowhere else
 _ADAPTER_PARAMETER = re.compile(r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)\.")
 _SAVED_PREFIX = "base_model.model."
 
@@ -45,6 +47,16 @@ def stored_name(name: str) -> str | None:
     if _ADAPTER_PARAMETER.search(name):
         return None
     return name.replace(".base_layer.", ".").replace(".original_module.", ".").replace(f".modules_to_save.{ADAPTER}.", ".")
+
+
+def base_weights(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The base model's weights under their own names, each once, out of those of a model with adapters."""
+    seen: set[str] = set()
+    for name, tensor in weights:
+        stored = stored_name(name)
+        if stored is not None and stored not in seen:
+            seen.add(stored)
+            yield stored, tensor
 
 
 @dataclasses.dataclass
@@ -209,6 +221,12 @@ def check_lora_r_consistency(model: nn.Module, config: Any = None) -> RConsisten
         mismatched_layers=mismatched,
         method="shapes" if expected_r is None else "config and shapes",
     )
+
+
+def write_r_check(folder: Path, model: nn.Module, attached: AttachedLora) -> None:
+    """Writes what `check_lora_r_consistency` finds into `lora.json`."""
+    result = check_lora_r_consistency(model, attached.config)
+    (folder / "lora.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def _expected(model: nn.Module, config: Any) -> tuple[int | None, dict[str, int]]:
@@ -407,7 +425,10 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None, dtype: t
     base = base or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     if not base:
         raise user_error(str(adapter), "does not say which base model it belongs to", "give the base model")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+    except (OSError, ValueError) as error:
+        raise user_error("base model", f"{base} cannot be loaded: {str(error).splitlines()[0]}", "say where it is: --base_model") from None
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     merged.save_pretrained(output)
     if any((adapter / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):

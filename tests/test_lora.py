@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +387,58 @@ def test_empty_or_missing_adapters_are_not_written(tmp_path: Path) -> None:
 def test_merge_without_an_adapter(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no adapter"):
         merge_adapter(tmp_path, tmp_path / "out")
+
+
+TINY = "hidden_size=16,intermediate_size=24,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_made_from_scratch_is_kept_for_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from harness import job
+    from harness.export_cli import export_checkpoint
+    from harness.run_clm import main
+
+    (tmp_path / "a.txt").write_text("some text to train on, and then some more of it. " * 40)
+    frozen: dict[str, torch.Tensor] = {}
+
+    def at_the_end(folder: Path, engine: Any, *more: Any) -> None:
+        frozen.update((name, weight.clone()) for name, weight in lora_module.base_weights(engine.full_weights()))
+        write(folder, engine, *more)
+
+    write = job._export
+    monkeypatch.setattr(job, "_export", at_the_end)
+    values = {"model_type": "llama", "config_overrides": TINY, "tokenizer_name": "bytes", "train_file": tmp_path / "a.txt"}
+    values |= {"data_cache_dir": tmp_path / "cache", "output_dir": tmp_path / "out", "block_size": 32, "max_steps": 2, "lora_r": 2}
+    values |= {"per_device_train_batch_size": 2, "learning_rate": 0.01, "modules_to_save": "lm_head"}
+    assert main([token for name, value in values.items() for token in (f"--{name}", str(value))]) == 0
+    checked = json.loads((tmp_path / "out/lora.json").read_text())
+    assert (checked["is_consistent"], checked["expected_r"], checked["mismatched_layers"]) == (True, 2, [])
+    assert set(checked["actual_r_values"].values()) == {2} and len(checked["actual_r_values"]) == 14
+    base = load_file(tmp_path / "out/base/model.safetensors")
+    assert base.keys() == frozen.keys() and all(torch.equal(base[name], value) for name, value in frozen.items())
+
+    (tmp_path / "out").rename(tmp_path / "moved")
+    export_checkpoint(tmp_path / "moved/checkpoint-2", tmp_path / "merged", merge=True)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "moved/base")
+    before = plain(IDS).logits
+    expected = PeftModel.from_pretrained(plain, str(tmp_path / "moved/final"))(IDS).logits
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(IDS).logits, expected, rtol=1e-4, atol=1e-5)
+
+    (tmp_path / "moved/base").rename(tmp_path / "kept")
+    with pytest.raises(UserError, match=r"the base model of its adapters, .*/out/base, is not there -> say where it is: --base_model"):
+        export_checkpoint(tmp_path / "moved/checkpoint-2", tmp_path / "again", merge=True)
+    assert not (tmp_path / "again").exists()
+    export_checkpoint(tmp_path / "moved/checkpoint-2", tmp_path / "again", merge=True, base_model=str(tmp_path / "kept"))
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (tmp_path / "merged/model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=r"base model: .*/nowhere cannot be loaded: .* -> say where it is: --base_model"):
+        export_checkpoint(tmp_path / "moved/checkpoint-2", tmp_path / "no", merge=True, base_model=str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match="--base_model: has no effect alone"):
+        export_checkpoint(tmp_path / "moved/checkpoint-2", tmp_path / "no", base_model="gpt2")
 
 
 # ---- arguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from harness.deepspeed_keys import zero_size
 from harness.engines.base import Build, Engine, compute_dtype
 from harness.findings import UserError, has_errors, user_error
 from harness.ladder import MemorySettings
-from harness.lora import AttachedLora, attach_lora, check_after_build, stored_name
+from harness.lora import BASE_FOLDER, AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel, layer_units, num_parameters
 from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
 
@@ -188,7 +189,8 @@ def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, preci
         if template.get("zero_optimization", {}).get("stage") == 3:
             raise user_error("--use_dora", "reads base weights that ZeRO-3 has not gathered", "use FSDP or ZeRO-2, or leave it out")
     model = empty_model.model
-    lora = attach_lora(model, args.lora, seed=args.train.seed, base_name=args.model.model_name_or_path)
+    base = args.model.model_name_or_path or str(Path(str(args.train.output_dir)).resolve() / BASE_FOLDER)
+    lora = attach_lora(model, args.lora, seed=args.train.seed, base_name=base)
     empty_model.stored_name, empty_model.init_block = stored_name, lora.init_block
     if engine != "zero":  # DeepSpeed keeps one dtype, and float32 masters of what trains
         empty_model.frozen_dtype = compute_dtype(precision)
