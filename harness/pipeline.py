@@ -20,7 +20,9 @@ lets the host wait; a host that waits in the middle of a long task lets the othe
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import functools
 import os
 import queue
 import threading
@@ -138,6 +140,7 @@ class Boundaries:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._map = dict(device_map)
         self._changed: list[nn.Module] = []
+        self._classes: dict[tuple[type, Any], type] = {}
         self.input_device = self._device_of(model.get_input_embeddings())
         head = model.get_output_embeddings()
         self.head_device = self.input_device if head is None else self._device_of(head)
@@ -154,69 +157,84 @@ class Boundaries:
             begins = unit.is_block and blocks_at_once > 0 and run[1] > 1 and (run[1] - 1) % blocks_at_once == 0
             has_weights = any(True for part in parts for _ in part.parameters())
             for part in parts:
-                if has_weights:
-                    self._wrap(part, device, unit.work if unit.is_block else 0.0, begins)
-                else:
-                    self._wrap_table(part, device)
+                self._wrap(part, _entering if has_weights else _following, _Part(device, unit.work if unit.is_block else 0.0, begins))
         # The loss may use the head's weight without calling the head: what the decoder puts out goes to the head's device.
         decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
         if decoder is not None and decoder is not model:
-            self._wrap_output(decoder, self.head_device, head_work)
+            self._wrap(decoder, _leaving, _Part(self.head_device, head_work))
 
     def _device_of(self, module: nn.Module) -> Device:
         device = device_of(self._map, self._names[id(module)])
         assert device is not None
         return device
 
-    def _wrap(self, module: nn.Module, device: Device, cost: float, begins: bool) -> None:
+    def _wrap(self, module: nn.Module, make: Callable[[Any], Callable[..., Any]], part: _Part) -> None:
+        """Gives a module a class whose `__call__` is made of its own class's; modules of one class share it, and so their compiled code."""
         inner = type(module)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            passage = getattr(_here, "passage", None)
-            if passage is not None:
-                args, kwargs = passage.enter(device, cost, args, kwargs, begins)
-            return inner.__call__(self, *args, **kwargs)
-
-        self._swap(module, call)
-
-    def _wrap_table(self, module: nn.Module, device: Device) -> None:
-        """A part without weights (rotary tables) is asked where it is, without a pause: it has no work to schedule."""
-        inner = type(module)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(_here, "passage", None) is not None and isinstance(device, int):
-                args, kwargs = tree_map(lambda value: _to_card(value, device) if isinstance(value, Tensor) else value, (args, kwargs))
-            return inner.__call__(self, *args, **kwargs)
-
-        self._swap(module, call)
-
-    def _wrap_output(self, module: nn.Module, device: Device, cost: float) -> None:
-        inner = type(module)
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            output = inner.__call__(self, *args, **kwargs)
-            passage = getattr(_here, "passage", None)
-            if passage is None:
-                return output
-            (hidden,), _ = passage.enter(device, cost, (output[0],), {})
-            if isinstance(output, tuple):
-                return (hidden, *output[1:])
-            output[next(iter(output.keys()))] = hidden
-            return output
-
-        self._swap(module, call)
-
-    def _swap(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        inner = type(module)
-        names = {"__call__": call, "__module__": inner.__module__, "__qualname__": inner.__qualname__}
-        module.__class__ = type(inner.__name__, (inner,), names)
+        if (inner, make) not in self._classes:
+            names = {"__call__": make(inner), "__module__": inner.__module__, "__qualname__": inner.__qualname__}
+            self._classes[inner, make] = type(inner.__name__, (inner,), names)
+        module.__dict__[_PART] = part
+        module.__class__ = self._classes[inner, make]
         self._changed.append(module)
 
     def remove(self) -> None:
         """Gives the modules their own classes back."""
         for module in reversed(self._changed):
             module.__class__ = type(module).__mro__[1]
+            del module.__dict__[_PART]
         self._changed.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Where a part is, the relative time of its forward, and whether a new stretch begins with it on the same device too."""
+
+    device: Device
+    cost: float = 0.0
+    begins: bool = False
+
+
+_PART = "_pipeline_part"
+
+
+def _entering(inner: Any) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        passage = getattr(_here, "passage", None)
+        if passage is not None:
+            args, kwargs = passage.enter(self.__dict__[_PART], args, kwargs)
+        return inner.__call__(self, *args, **kwargs)
+
+    return call
+
+
+def _following(inner: Any) -> Callable[..., Any]:
+    """A part without weights (rotary tables) is asked where it is, without a pause: it has no work to schedule."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_here, "passage", None) is not None:
+            device = self.__dict__[_PART].device
+            args, kwargs = tree_map(lambda value: _to_card(value, device) if isinstance(value, Tensor) else value, (args, kwargs))
+        return inner.__call__(self, *args, **kwargs)
+
+    return call
+
+
+def _leaving(inner: Any) -> Callable[..., Any]:
+    """What a module puts out first goes on to the part's device."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = inner.__call__(self, *args, **kwargs)
+        passage = getattr(_here, "passage", None)
+        if passage is None:
+            return output
+        (hidden,), _ = passage.enter(self.__dict__[_PART], (output[0],), {})
+        if isinstance(output, tuple):
+            return (hidden, *output[1:])
+        output[next(iter(output.keys()))] = hidden
+        return output
+
+    return call
 
 
 def _to_card(tensor: Tensor, device: Device) -> Tensor:
@@ -258,12 +276,10 @@ class _Passage:
         self._moved: dict[tuple[int, Device], tuple[Tensor, Tensor]] = {}  # the first of each pair is kept: its id must stay its own
         self._made_in: dict[int, int] = {}  # stretch by id of a leaf that was made at its beginning
 
-    def enter(
-        self, device: Device, cost: float, args: tuple[Any, ...], kwargs: dict[str, Any], begins: bool = False
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def enter(self, part: _Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of a part, on its device; on another device than before, or where a new stretch begins, a pause comes first."""
-        before = self.stretches[-1].device
-        opens = self.cut and (begins or device != before)
+        device, before = part.device, self.stretches[-1].device
+        opens = self.cut and (part.begins or device != before)
         if opens:
             self.stretches.append(_Stretch(device, torch.autograd._get_sequence_nr()))
         started: list[tuple[Tensor, Any]] = []
@@ -276,7 +292,7 @@ class _Passage:
             self.pause(device)
         for copy, event in started:
             self.copies.finish(copy, event)
-        self.stretches[-1].cost += cost
+        self.stretches[-1].cost += part.cost
         if device != self._current and isinstance(self.copies, CudaCopies):
             torch.cuda.set_device(device)  # kernels written in Triton run on the current device, not on their tensors'
         self._current = device
@@ -380,9 +396,9 @@ class _Worker:
 
     @classmethod
     def start(cls, job: Callable[[], None]) -> _Worker:
-        """Begins a job, which must not raise, in an idle thread or a new one."""
+        """Begins a job, which must not raise, in an idle thread or a new one, under the settings of this one (torch.compile has its own)."""
         worker = cls.idle.pop() if cls.idle else cls()
-        worker._jobs.put(job)
+        worker._jobs.put(functools.partial(contextvars.copy_context().run, job))
         return worker
 
     def _loop(self) -> None:

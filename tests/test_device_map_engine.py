@@ -64,6 +64,20 @@ def test_losses_are_those_of_plain_training(tmp_path: Path, depth: str) -> None:
     assert "one process, map cpu" in mapped.describe()
 
 
+def test_compiled_layers_lose_as_plain_ones(tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    flags = ["--device_map", "cpu", "--activation_checkpointing", "full", "--loss_chunk_size", "0"]
+    steps = [make_step_batch([make_sample(np.random.default_rng(0).integers(0, 250, 16)) for _ in range(8)], 0.0)] * 2
+    expected = _train(_build("device_map", _args(tmp_path, *flags)), steps)
+    counters.clear()
+    compiled = _build("device_map", _args(tmp_path, *flags, "--torch_compile", "--torch_compile_backend", "aot_eager"))
+    assert _train(compiled, steps) == pytest.approx(expected, rel=1e-5)
+    assert compiled.blocks.is_compiled and counters["stats"]["unique_graphs"] == 1  # one for all layers, micro-batches and threads
+    assert compiled.apply(compiled.settings.replace(activation_checkpointing="none")) and compiled.blocks.mode == "none"
+
+
 def test_each_micro_batch_reports_its_own_rows_whatever_runs_in_between(tmp_path: Path) -> None:
     engine = _build("device_map", _args(tmp_path, "--device_map", "cpu", "--in_flight_micro_batches", "2"))
     (batch,) = _steps(1)

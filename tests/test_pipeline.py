@@ -316,6 +316,18 @@ def test_threads_are_kept_for_later_steps_and_pipelines() -> None:
         assert set(used) <= alive and {thread.ident for thread in threading.enumerate()} == alive
 
 
+def test_settings_of_the_caller_hold_in_the_threads() -> None:
+    import torch._dynamo.config as config
+
+    model = _model("llama")
+    seen: list[int] = []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(config.recompile_limit))
+    for limit in (77, 78):  # also in a thread that is kept
+        with config.patch(recompile_limit=limit):
+            _piped(model, _map(model, 2))
+    assert seen == [77] * len(LENGTHS) + [78] * len(LENGTHS)
+
+
 def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
     model = _model("llama")
     pipeline = Pipeline(model, _map(model, 2))
