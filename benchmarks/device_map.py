@@ -2,11 +2,13 @@
 
     python benchmarks/device_map.py --models 1b,8b --micro_batches 8,16 --output device_map.json
 
-For each model and number of micro-batches: accelerate's plain dispatch, our pipeline with all micro-batches in flight and with as many as
-there are cards, and the pipeline with the loss in pieces as training uses it; each with the peak memory of every card. Then the peaks under
-accelerate's `auto` map and under `dynamic`, and the same job on one card where it fits. A step is forward and backward of all micro-batches
-(bf16 weights, activation checkpointing) and one AdamW update. The model has random weights; nothing is downloaded. Any number of cards.
+For each model and number of micro-batches, on the map that `balanced` makes for training: accelerate's plain dispatch; our pipeline with
+the same kernels (all micro-batches in flight, and as many as there are cards); and the pipeline as `run_clm.py` trains, with compiled
+blocks and the loss in pieces. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card where it
+fits. A step is forward and backward of all micro-batches (bf16 weights, activation checkpointing) and one AdamW update (learning rate 0,
+so that all rows compute the same). The model has random weights; nothing is downloaded. Any number of cards.
 
+`--profile` says where the time of a step goes: how long each card computes, how long the host needs to give it the work.
 `--smoke` runs a tiny model on CPU, to see that the script works; its speeds mean nothing.
 """
 
@@ -17,6 +19,7 @@ import contextlib
 import gc
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,15 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from harness.blocks import set_activation_checkpointing
+from harness.blocks import Blocks
 from harness.engines.device_map import fill_placed
 from harness.loss import install_loss
-from harness.model_units import MapJob
+from harness.model_units import MapJob, device_of, find_units
 from harness.modeling import EmptyModel
-from harness.partition import Device, pipeline_speedup
+from harness.partition import Device, loads_of, pipeline_speedup
 from harness.pipeline import Pipeline
-from harness.placement import USABLE_SHARE, MapChoice, Placing, choose_device_map, free_memory, meta_model, torch_device
+from harness.placement import USABLE_SHARE, Placing, choose_device_map, free_memory, meta_model, step_times, torch_device
 
+LOSS_CHUNK_SIZE = 1024  # what training has by default
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 512},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "vocab_size": 128256},
@@ -51,6 +55,7 @@ class Bench:
         self.free = {0: 10**11, 1: 10**11} if self.smoke else free_memory()
         self.cards = list(self.free)
         self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
 
     def config(self, model: str) -> Any:
         from transformers import LlamaConfig
@@ -60,18 +65,32 @@ class Bench:
         config.use_cache = False
         return config
 
-    def choose(self, config: Any, strategy: str, micro_batches: int, cards: Sequence[Device] | None = None) -> MapChoice:
-        job = MapJob(
+    def job(self, micro_batches: int) -> MapJob:
+        return MapJob(
             training_bytes_per_param=6.0,  # bf16 gradients and two bf16 states
             num_tokens=self.options.micro_batch_size * self.options.seq,
             in_flight=micro_batches,
             activation_checkpointing=self.options.checkpointing == "full",
+            loss_chunk_size=LOSS_CHUNK_SIZE,
         )
-        free = {card: size for card, size in self.free.items() if cards is None or card in cards}
-        usable = {card: int(size * USABLE_SHARE) for card, size in free.items()}
-        return choose_device_map(meta_model(config, torch.bfloat16), strategy, Placing(cards=usable, free=free, job=job))
+
+    def choose(self, config: Any, strategy: str, micro_batches: int) -> dict[str, Device]:
+        """The map that training gets; `facts` of it go into the rows: blocks a card, and how much the schedule could win."""
+        usable = {card: int(size * USABLE_SHARE) for card, size in self.free.items()}
+        model, job = meta_model(config, torch.bfloat16), self.job(micro_batches)
+        choice = choose_device_map(model, strategy, Placing(cards=usable, free=self.free, job=job))
+        units = find_units(model, job)
+        places = [self.cards.index(device_of(choice.device_map, unit.names[0])) for unit in units]
+        self.facts = {
+            "blocks": [int(number) for number in loads_of([float(unit.is_block) for unit in units], places, len(self.cards))],
+            "bound": round(pipeline_speedup(loads_of(step_times(units, job), places, len(self.cards)), micro_batches), 2),
+            "imbalance": round(choice.report.imbalance_ratio, 3),
+        }
+        print(f"map {strategy}, {micro_batches} micro-batches: {self.facts}", flush=True)
+        return choice.device_map
 
     def build(self, config: Any, device_map: dict[str, Device]) -> Any:
+        """The model of random weights, placed, its map in `hf_device_map`."""
         from accelerate import init_empty_weights
         from transformers import AutoModelForCausalLM
         from transformers.initialization import no_init_weights
@@ -80,9 +99,9 @@ class Bench:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.tie_weights()
         places: dict[str, Device] = dict.fromkeys(device_map, "cpu") if self.smoke else device_map
-        model = fill_placed(EmptyModel(model, model.config, None, torch.bfloat16, 0), places)
-        set_activation_checkpointing(model, self.options.checkpointing)
-        return model.train()
+        model = fill_placed(EmptyModel(model, model.config, None, torch.bfloat16, 0), places).train()
+        model.hf_device_map = dict(device_map)
+        return model
 
     def tokens(self, micro_batches: int, vocab_size: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
@@ -94,26 +113,29 @@ class Bench:
             torch.cuda.synchronize(card)
 
     def measure(self, model: Any, step: Callable[[], list[torch.Tensor]]) -> dict[str, Any]:
-        """Median time of a step with its update, peaks of each card, and the loss of the first step (before any update)."""
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=not self.smoke)
+        """Median time of a step with its update, peaks of each card, loss and gradient norm of the first step."""
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=not self.smoke)
         times: list[float] = []
-        first = 0.0
-        for repeat in range(self.options.repeats + 2):
-            if repeat == 2:  # behind the first two, which allocate
+        first: dict[str, float] = {}
+        for repeat in range(self.options.repeats + 1):
+            if repeat == 1:  # behind the first, which allocates
                 for card in self.cards if not self.smoke else ():
                     torch.cuda.reset_peak_memory_stats(card)
             self.synchronize()
             started = time.perf_counter()
             losses = step()
+            if repeat == 0:
+                norm = torch.nn.utils.get_total_norm([one.grad for one in model.parameters()])
+                first = {"first_loss": sum(float(loss) for loss in losses), "first_grad_norm": float(norm)}
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             self.synchronize()
             times.append(time.perf_counter() - started)
-            if repeat == 0:
-                first = sum(float(loss) for loss in losses)
-        seconds = sorted(times[2:])[len(times[2:]) // 2]
+        seconds = sorted(times[1:])[len(times[1:]) // 2]
         peaks = [] if self.smoke else [round(torch.cuda.max_memory_allocated(card) / 2**30, 2) for card in self.cards]
-        return {"step_s": round(seconds, 4), "first_loss": first, "peak_gib": peaks}
+        seen = profile(self.cards, step) if self.options.profile and not self.smoke else {}
+        model.zero_grad(set_to_none=True)
+        return {"step_s": round(seconds, 4), **first, "peak_gib": peaks, **seen}
 
     def row(self, **facts: Any) -> None:
         tokens = facts["micro_batches"] * self.options.micro_batch_size * self.options.seq
@@ -137,81 +159,222 @@ def freed(bench: Bench) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+class Clocks:
+    """Within, a thread notes what the cards' clocks and power are."""
+
+    def __init__(self, cards: Sequence[Device]) -> None:
+        self.cards, self.seen = cards, [[] for _ in cards]  # type: ignore[var-annotated]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        with contextlib.suppress(Exception):  # without NVML there is nothing to note
+            import pynvml
+
+            pynvml.nvmlInit()
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(int(card)) for card in self.cards]
+            while not self._ended.wait(0.05):
+                for handle, seen in zip(handles, self.seen, strict=True):
+                    clock = pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM)
+                    seen.append((clock, pynvml.nvmlDeviceGetPowerUsage(handle) / 1000))
+
+    def __enter__(self) -> Clocks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def means(self) -> dict[str, list[int]]:
+        """Mean MHz and W of each card."""
+        rows = [seen or [(0, 0.0)] for seen in self.seen]
+        return {name: [round(sum(one[index] for one in row) / len(row)) for row in rows] for index, name in enumerate(("mhz", "watt"))}
+
+
+class Watched(Pipeline):
+    """Notes how long the host needs for each kind of task."""
+
+    def _advance(self, timeline: Any, task: Any, results: Any) -> None:
+        kind = "forward" if task.position < 0 else "backward"
+        started = time.perf_counter()
+        super()._advance(timeline, task, results)
+        host = self.__dict__.setdefault("host", {"forward": [], "backward": []})
+        host[kind].append(time.perf_counter() - started)
+
+    def means(self) -> dict[str, Any]:
+        """Tasks of the steps since the last call, and the host's seconds in them."""
+        host = self.__dict__.pop("host", {})
+        return {kind: {"tasks": len(times), "host_s": round(sum(times), 3)} for kind, times in host.items()}
+
+
+def profile(cards: Sequence[Device], step: Callable[[], Any]) -> dict[str, Any]:
+    """One step, once plain with clocks, once under CUPTI: seconds in which each card runs kernels, and their number."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    def run() -> tuple[float, float]:
+        started = time.perf_counter()
+        step()
+        given = time.perf_counter() - started
+        for card in cards:
+            torch.cuda.synchronize(card)
+        return given, time.perf_counter() - started
+
+    with Clocks(cards) as clocks:
+        given, wall = run()
+    with profiler(activities=[ProfilerActivity.CUDA]) as seen:
+        _, slower = run()
+    spans: dict[int, list[tuple[int, int]]] = {int(card): [] for card in cards}
+    longest: dict[str, int] = {}
+    for event in seen.profiler.kineto_results.events():
+        copies = event.name().startswith(("Memcpy", "Memset"))
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.device_index() in spans and not copies:
+            spans[event.device_index()].append((event.start_ns(), event.start_ns() + event.duration_ns()))
+            longest[event.name()[:60]] = longest.get(event.name()[:60], 0) + event.duration_ns()
+    busy, gaps = [], []
+    for intervals in spans.values():
+        total, idle, end = 0, [], 0
+        for start, stop in sorted(intervals):
+            if end and start - end > 2_000_000:
+                idle.append(start - end)
+            total += max(0, stop - max(start, end))
+            end = max(end, stop)
+        busy.append(round(total / 1e9, 3))
+        gaps.append([len(idle), round(sum(idle) / 1e9, 3)])
+    top = sorted(longest.items(), key=lambda one: -one[1])[:6]
+    return {
+        "profile": {
+            "wall_s": round(wall, 3),
+            "host_s": round(given, 3),
+            "wall_profiled_s": round(slower, 3),
+            "busy_s": busy,
+            "kernels": [len(intervals) for intervals in spans.values()],
+            "gaps_over_2ms": gaps,
+            **clocks.means(),
+            "longest_kernels_s": {name: round(total / 1e9, 3) for name, total in top},
+        }
+    }
+
+
 def hf_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor, num: int) -> torch.Tensor:
     return model(input_ids=ids, labels=labels).loss / num
 
 
-def plain_row(bench: Bench, name: str, config: Any, device_map: dict[str, Device], num: int) -> None:
-    """accelerate's dispatch, one micro-batch after the other."""
-    model = bench.build(config, device_map)
-    if not bench.smoke and len(set(device_map.values())) > 1:
-        from accelerate import dispatch_model
+@contextlib.contextmanager
+def blocks_of(bench: Bench, model: Any, trained: bool) -> Iterator[None]:
+    """Within, the blocks run as plain training or as run_clm.py has them; `trained` also has the loss in pieces."""
+    backend = "inductor" if trained and not bench.smoke else None
+    blocks = Blocks(model, backend)
+    blocks.set_checkpointing(bench.options.checkpointing)
+    if trained:
+        install_loss(model, LOSS_CHUNK_SIZE, compiled=blocks.is_compiled)
+    try:
+        yield
+    finally:
+        for module in (*blocks.units, model):
+            module.__dict__.pop("forward", None)
 
-        model = dispatch_model(model, device_map)
-    first = "cpu" if bench.smoke else torch_device(min(device for device in device_map.values() if isinstance(device, int)))
-    batches = [ids.to(first) for ids in bench.tokens(num, config.vocab_size)]
+
+def plain_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, trained: bool = False) -> None:
+    """One micro-batch after the other; on several cards through accelerate's dispatch."""
+    device_map = model.hf_device_map
+    cards = sorted({device for device in device_map.values() if isinstance(device, int)})
+    first = "cpu" if bench.smoke else torch_device(cards[0])
+    batches = [ids.to(first) for ids in bench.tokens(num, model.config.vocab_size)]
+    tokens = num * bench.options.micro_batch_size * (bench.options.seq - 1)
 
     def step() -> list[torch.Tensor]:
         losses = []
         for ids in batches:
-            loss = hf_loss(model, ids, ids, num)
+            loss = model(input_ids=ids, labels=ids) / tokens if trained else hf_loss(model, ids, ids, num)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    kind = "one card" if len(set(device_map.values())) == 1 else "accelerate"
-    bench.row(model=name, micro_batches=num, kind=kind, **bench.measure(model, step))
+    with blocks_of(bench, model, trained):
+        if len(cards) > 1 and not bench.smoke:
+            from accelerate import dispatch_model
+            from accelerate.hooks import remove_hook_from_module
+
+            dispatch_model(model, device_map)
+            facts = bench.measure(model, step)
+            remove_hook_from_module(model, recurse=True)
+            for module in model.modules():  # it leaves each module's forward as an attribute of the instance
+                module.__dict__.pop("forward", None)
+        else:
+            facts = bench.measure(model, step)
+    bench.row(model=name, micro_batches=num, kind=kind, **bench.facts, **facts)
 
 
-def piped_row(bench: Bench, name: str, config: Any, choice: MapChoice, num: int, depth: int, kind: str, *, pieces: bool = False) -> None:
-    """Our pipeline on the same map; with `pieces` the loss is computed in pieces, as in training."""
-    model = bench.build(config, choice.device_map)
-    if pieces:
-        install_loss(model, 1024)
-    labels_of = {card: f"card {card}" for card in bench.cards}
-    places: dict[str, Any] = {part: labels_of[place] for part, place in choice.device_map.items()} if bench.smoke else choice.device_map
-    pipeline = Pipeline(model, places, recompute=bench.options.checkpointing != "none")
-    start = torch.device("cpu") if bench.smoke else torch_device(pipeline.input_device)
-    end = torch.device("cpu") if bench.smoke else torch_device(pipeline.head_device)
-    inputs = [(ids.to(start), ids.to(end)) for ids in bench.tokens(num, config.vocab_size)]
-    tokens = num * bench.options.micro_batch_size * (bench.options.seq - 1)
+def piped_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, depth: int = 0, trained: bool = False, **options: Any) -> None:
+    """Our pipeline on the model's map."""
+    places: dict[str, Any] = model.hf_device_map
+    if bench.smoke:
+        places = {part: f"card {place}" for part, place in places.items()}
+    with blocks_of(bench, model, trained):
+        pipeline = Watched(model, places, recompute=bench.options.checkpointing != "none", **options)
+        start = torch.device("cpu") if bench.smoke else torch_device(pipeline.input_device)
+        end = torch.device("cpu") if bench.smoke else torch_device(pipeline.head_device)
+        inputs = [(ids.to(start), ids.to(end)) for ids in bench.tokens(num, model.config.vocab_size)]
+        tokens = num * bench.options.micro_batch_size * (bench.options.seq - 1)
 
-    def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
-        if pieces:
-            return lambda: model(input_ids=ids, labels=labels) / tokens
-        return lambda: hf_loss(model, ids, labels, num)
+        def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
+            if trained:
+                return lambda: model(input_ids=ids, labels=labels) / tokens
+            return lambda: hf_loss(model, ids, labels, num)
 
-    calls = [loss_of(*pair) for pair in inputs]
-    bench.row(model=name, micro_batches=num, kind=kind, depth=depth or num, **bench.measure(model, lambda: pipeline.run(calls, depth)))
+        calls = [loss_of(*pair) for pair in inputs]
+
+        def step() -> list[torch.Tensor]:
+            pipeline.means()
+            return pipeline.run(calls, depth)
+
+        facts = bench.measure(model, step)
+        if bench.options.profile:
+            facts["tasks"] = pipeline.means()
+        pipeline.close()
+    bench.row(model=name, micro_batches=num, kind=kind, depth=depth or num, **bench.facts, **facts)
+
+
+def rows_of_speed(bench: Bench, name: str, config: Any, num: int, *, first: bool) -> None:
+    model = bench.build(config, bench.choose(config, "balanced", num))
+    plain_row(bench, name, model, num, "accelerate")
+    piped_row(bench, name, model, num, "pipeline")
+    if bench.options.profile:
+        piped_row(bench, name, model, num, "pipeline, whole stretches", blocks_at_once=0)
+    elif first:
+        piped_row(bench, name, model, num, "pipeline, depth = cards", depth=len(bench.cards))
+    piped_row(bench, name, model, num, "pipeline, as trained", trained=True)
+
+
+def rows_of_one_card(bench: Bench, name: str, config: Any, num: int) -> None:
+    bench.facts = {}
+    model = bench.build(config, {"": bench.cards[0]})
+    plain_row(bench, name, model, num, "one card")
+    plain_row(bench, name, model, num, "one card, as trained", trained=True)
 
 
 def run_model(bench: Bench, name: str) -> None:
     config = bench.config(name)
     numbers = [int(number) for number in bench.options.micro_batches.split(",")]
     for num in numbers:
-        choice = bench.choose(config, "balanced", num)
-        loads = [
-            float(sum(1 for part in share.components if part.rpartition(".")[2].isdigit())) for share in choice.report.devices.values()
-        ]
-        bound = round(pipeline_speedup(loads, num), 2)
-        print(f"{name}: layers a card {[int(load) for load in loads]}, {num} micro-batches, bound {bound}x", flush=True)
         with freed(bench):
-            plain_row(bench, name, config, choice.device_map, num)
+            rows_of_speed(bench, name, config, num, first=num == numbers[0])
+    if bench.options.profile:
+        return
+    auto = bench.choose(config, "auto", numbers[0])
+    with freed(bench):
+        piped_row(bench, name, bench.build(config, auto), numbers[0], "map auto, as trained", trained=True)
+    dynamic = bench.choose(config, "dynamic", numbers[0])
+    if dynamic == auto:
+        print(f"{name}: dynamic keeps auto", flush=True)
+    else:
         with freed(bench):
-            piped_row(bench, name, config, choice, num, 0, "pipeline")
-        with freed(bench):
-            piped_row(bench, name, config, choice, num, len(bench.cards), "pipeline, depth = cards")
-        with freed(bench):
-            piped_row(bench, name, config, choice, num, 0, "pipeline, loss in pieces", pieces=True)
-    for strategy in ("auto", "dynamic"):
-        with freed(bench):
-            choice = bench.choose(config, strategy, numbers[0])
-            piped_row(bench, name, config, choice, numbers[0], 0, f"map {strategy}")
-            bench.rows[-1]["imbalance"] = round(choice.report.imbalance_ratio, 3)
-            bench.rows[-1]["parts"] = {str(device): len(share.components) for device, share in choice.report.devices.items()}
+            piped_row(bench, name, bench.build(config, dynamic), numbers[0], "map dynamic, as trained", trained=True)
     if name != "8b":
         with freed(bench):
-            plain_row(bench, name, config, {"": bench.cards[0]}, numbers[0])
+            rows_of_one_card(bench, name, config, numbers[0])
 
 
 def link() -> str:
@@ -235,24 +398,26 @@ def link() -> str:
 def compare(rows: list[dict[str, Any]]) -> None:
     """Adds to each row its speed against accelerate's with as many micro-batches, and against the same job on one card."""
     plain = {(row["model"], row["micro_batches"]): row for row in rows if row["kind"] == "accelerate"}
-    single = {(row["model"], row["micro_batches"]): row for row in rows if row["kind"] == "one card"}
+    single = {(row["model"], row["micro_batches"], row["kind"]): row for row in rows if row["kind"].startswith("one card")}
     for row in rows:
         key = (row["model"], row["micro_batches"])
         if key in plain:
             row["against_accelerate"] = round(row["tokens_per_second"] / plain[key]["tokens_per_second"], 3)
             row["loss_difference"] = abs(row["first_loss"] - plain[key]["first_loss"])
-        if key in single:
-            row["percent_of_one_card"] = round(100 * row["tokens_per_second"] / single[key]["tokens_per_second"], 1)
+            row["grad_norm_ratio"] = round(row["first_grad_norm"] / plain[key]["first_grad_norm"], 6)
+        alone = single.get((*key, "one card, as trained" if "as trained" in row["kind"] else "one card"))
+        if alone is not None:
+            row["percent_of_one_card"] = round(100 * row["tokens_per_second"] / alone["tokens_per_second"], 1)
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    heads = ("model", "mb", "what", "tok/s", "x accelerate", "% of one card", "loss diff", "peak GiB a card")
+    heads = ("model", "mb", "what", "blocks", "bound", "tok/s", "x accelerate", "% of one card", "loss diff", "peak GiB a card")
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for row in rows:
-        what = row["kind"] + (f" (imbalance {row['imbalance']})" if "imbalance" in row else "")
+        blocks = "+".join(map(str, row.get("blocks", [])))
         loss = f"{row['loss_difference']:.1e}" if "loss_difference" in row else ""
-        cells = [row["model"], row["micro_batches"], what, row["tokens_per_second"], row.get("against_accelerate", "")]
-        cells += [row.get("percent_of_one_card", ""), loss, " ".join(map(str, row["peak_gib"]))]
+        cells = [row["model"], row["micro_batches"], row["kind"], blocks, row.get("bound", ""), row["tokens_per_second"]]
+        cells += [row.get("against_accelerate", ""), row.get("percent_of_one_card", ""), loss, " ".join(map(str, row["peak_gib"]))]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -263,22 +428,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro_batches", default="8,16", help="micro-batches of a step")
     parser.add_argument("--micro_batch_size", type=int, default=1, help="samples of a micro-batch")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a sample")
-    parser.add_argument("--repeats", type=int, default=4, help="measured steps; the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps; the median counts")
     parser.add_argument("--checkpointing", choices=["none", "full"], default="full", help="activation checkpointing")
+    parser.add_argument("--profile", action="store_true", help="say where the time goes, instead of the rows on other maps")
     parser.add_argument("--output", default=None, help="JSON file for the results")
     parser.add_argument("--smoke", action="store_true", help="tiny model on CPU")
     options = parser.parse_args(argv)
     if options.smoke:
         options.models = "tiny"
     bench = Bench(options)
-    if len(bench.cards) < 2:
-        print("at least 2 GPUs are needed (or --smoke)", file=sys.stderr)
+    if len(bench.cards) < (1 if options.profile else 2):
+        print("at least 2 GPUs are needed, 1 for --profile (or --smoke)", file=sys.stderr)
         return 2
     for name in options.models.split(","):
         run_model(bench, name)
     compare(bench.rows)
     device = "cpu" if options.smoke else f"{len(bench.cards)} x {torch.cuda.get_device_name(0)}"
-    facts = {"device": device, "link": "none" if options.smoke else link(), "torch": torch.__version__, "options": vars(options)}
+    facts = {"device": device, "link": "none" if options.smoke else link(), "torch": torch.__version__}
+    facts |= {"command": " ".join(["benchmarks/device_map.py", *(argv or sys.argv[1:])]), "options": vars(options)}
     if options.output:
         Path(options.output).write_text(json.dumps({**facts, "rows": bench.rows}, indent=1) + "\n", encoding="utf-8")
     print(f"\n{facts['device']}, {facts['link']}, torch {facts['torch']}, checkpointing {options.checkpointing}, {options.seq} tokens\n")
