@@ -3,8 +3,8 @@
     python benchmarks/device_map.py --models 1b,8b --micro_batches 8,16 --output device_map.json
 
 For each model and number of micro-batches, on the map that `balanced` makes for training: accelerate's plain dispatch; our pipeline with
-the same kernels (all micro-batches in flight, and as many as there are cards); and the pipeline as `run_clm.py` trains, with compiled
-blocks and the loss in pieces. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card where it
+the same kernels (all micro-batches in flight, and as many as there are cards); the pipeline as `run_clm.py` trains, with the loss in
+pieces; and that with compiled blocks. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card where it
 fits. A step is forward and backward of all micro-batches (bf16 weights, activation checkpointing) and one AdamW update (learning rate 0,
 so that all rows compute the same). The model has random weights; nothing is downloaded. Any number of cards.
 
@@ -262,10 +262,9 @@ def hf_loss(model: Any, ids: torch.Tensor, labels: torch.Tensor, num: int) -> to
 
 
 @contextlib.contextmanager
-def blocks_of(bench: Bench, model: Any, trained: bool) -> Iterator[None]:
-    """Within, the blocks run as plain training or as run_clm.py has them; `trained` also has the loss in pieces."""
-    backend = "inductor" if trained and not bench.smoke else None
-    blocks = Blocks(model, backend)
+def running_as(bench: Bench, model: Any, trained: bool, compiled: bool) -> Iterator[None]:
+    """Within, blocks are as they are or compiled; `trained` has the loss in pieces, as run_clm.py has it."""
+    blocks = Blocks(model, "inductor" if compiled and not bench.smoke else None)
     blocks.set_checkpointing(bench.options.checkpointing)
     if trained:
         install_loss(model, LOSS_CHUNK_SIZE, compiled=blocks.is_compiled)
@@ -276,7 +275,7 @@ def blocks_of(bench: Bench, model: Any, trained: bool) -> Iterator[None]:
             module.__dict__.pop("forward", None)
 
 
-def plain_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, trained: bool = False) -> None:
+def plain_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, trained: bool = False, compiled: bool = False) -> None:
     """One micro-batch after the other; on several cards through accelerate's dispatch."""
     device_map = model.hf_device_map
     cards = sorted({device for device in device_map.values() if isinstance(device, int)})
@@ -287,12 +286,12 @@ def plain_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, train
     def step() -> list[torch.Tensor]:
         losses = []
         for ids in batches:
-            loss = model(input_ids=ids, labels=ids) / tokens if trained else hf_loss(model, ids, ids, num)
+            loss = model(input_ids=ids, labels=ids) / tokens if trained or compiled else hf_loss(model, ids, ids, num)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    with blocks_of(bench, model, trained):
+    with running_as(bench, model, trained or compiled, compiled):
         if len(cards) > 1 and not bench.smoke:
             from accelerate import dispatch_model
             from accelerate.hooks import remove_hook_from_module
@@ -307,12 +306,23 @@ def plain_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, train
     bench.row(model=name, micro_batches=num, kind=kind, **bench.facts, **facts)
 
 
-def piped_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, depth: int = 0, trained: bool = False, **options: Any) -> None:
+def piped_row(
+    bench: Bench,
+    name: str,
+    model: Any,
+    num: int,
+    kind: str,
+    *,
+    depth: int = 0,
+    trained: bool = False,
+    compiled: bool = False,
+    **options: Any,
+) -> None:
     """Our pipeline on the model's map."""
     places: dict[str, Any] = model.hf_device_map
     if bench.smoke:
         places = {part: f"card {place}" for part, place in places.items()}
-    with blocks_of(bench, model, trained):
+    with running_as(bench, model, trained or compiled, compiled):
         pipeline = Watched(model, places, recompute=bench.options.checkpointing != "none", **options)
         start = torch.device("cpu") if bench.smoke else torch_device(pipeline.input_device)
         end = torch.device("cpu") if bench.smoke else torch_device(pipeline.head_device)
@@ -320,7 +330,7 @@ def piped_row(bench: Bench, name: str, model: Any, num: int, kind: str, *, depth
         tokens = num * bench.options.micro_batch_size * (bench.options.seq - 1)
 
         def loss_of(ids: torch.Tensor, labels: torch.Tensor) -> Callable[[], torch.Tensor]:
-            if trained:
+            if trained or compiled:
                 return lambda: model(input_ids=ids, labels=labels) / tokens
             return lambda: hf_loss(model, ids, labels, num)
 
@@ -346,6 +356,7 @@ def rows_of_speed(bench: Bench, name: str, config: Any, num: int, *, first: bool
     elif first:
         piped_row(bench, name, model, num, "pipeline, depth = cards", depth=len(bench.cards))
     piped_row(bench, name, model, num, "pipeline, as trained", trained=True)
+    piped_row(bench, name, model, num, "pipeline, compiled", compiled=True)
 
 
 def rows_of_one_card(bench: Bench, name: str, config: Any, num: int) -> None:
@@ -353,6 +364,7 @@ def rows_of_one_card(bench: Bench, name: str, config: Any, num: int) -> None:
     model = bench.build(config, {"": bench.cards[0]})
     plain_row(bench, name, model, num, "one card")
     plain_row(bench, name, model, num, "one card, as trained", trained=True)
+    plain_row(bench, name, model, num, "one card, compiled", compiled=True)
 
 
 def run_model(bench: Bench, name: str) -> None:
@@ -405,7 +417,8 @@ def compare(rows: list[dict[str, Any]]) -> None:
             row["against_accelerate"] = round(row["tokens_per_second"] / plain[key]["tokens_per_second"], 3)
             row["loss_difference"] = abs(row["first_loss"] - plain[key]["first_loss"])
             row["grad_norm_ratio"] = round(row["first_grad_norm"] / plain[key]["first_grad_norm"], 6)
-        alone = single.get((*key, "one card, as trained" if "as trained" in row["kind"] else "one card"))
+        manner = next((manner for manner in (", as trained", ", compiled") if manner in row["kind"]), "")
+        alone = single.get((*key, "one card" + manner))
         if alone is not None:
             row["percent_of_one_card"] = round(100 * row["tokens_per_second"] / alone["tokens_per_second"], 1)
 
