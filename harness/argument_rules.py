@@ -58,6 +58,8 @@ def _lora_problems(lora: LoraArguments, typed: frozenset[str]) -> Iterator[Findi
         yield _error("lora_alpha", f"must be at least 1, not {lora.lora_alpha}")
     if not 0 <= lora.lora_dropout < 1:
         yield _error("lora_dropout", f"must be at least 0 and below 1, not {lora.lora_dropout}")
+    if lora.load_in_4bit and lora.use_dora:
+        yield _error("use_dora", "needs the norms of the weights, which --load_in_4bit does not keep", "keep one of the two")
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
         yield _error("target_modules", "names all-linear and others too", "keep one of the two")
     for name, text in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
@@ -71,7 +73,7 @@ def _lora_problems(lora: LoraArguments, typed: frozenset[str]) -> Iterator[Findi
 
 
 def _aliases(args: Arguments) -> Iterator[Finding]:
-    """Makes --bf16, --fp16 and --gradient_checkpointing the values that they stand for."""
+    """Makes --bf16, --fp16 and --gradient_checkpointing the values that they stand for, and turns off what 4 bits do not go with."""
     train = args.train
     asked = {name for name, on in (("bf16", train.bf16), ("fp16", train.fp16)) if on}
     if "precision" in args.typed and train.precision != "auto":
@@ -87,6 +89,11 @@ def _aliases(args: Arguments) -> Iterator[Finding]:
         train.activation_checkpointing = "full"
     elif train.gradient_checkpointing is False and typed_level == "full":
         yield _error("gradient_checkpointing", "is off, but --activation_checkpointing is full", "keep one")
+    if args.lora.load_in_4bit:
+        if args.model.torch_compile is None:  # bitsandbytes' kernels are not for the compiler
+            args.model.torch_compile = False
+        if "auto_memory" not in args.typed:  # the planner counts 16 bits a weight
+            train.auto_memory = "off"
 
 
 def _number_problems(train: TrainArguments, data: DataArguments) -> Iterator[Finding]:

@@ -125,6 +125,7 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
         *_process_findings(args, engine, num_local, machine),
         *_precision_findings(args, machine),
         *_kernel_findings(args, machine),
+        *_four_bit_findings(args, engine),
         *_optimizer_findings(args),
         *_schedule_findings(args),
         *_interval_findings(args),
@@ -217,6 +218,9 @@ def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
     if model.use_liger_kernel:
         if model.no_custom_kernels:
             yield Finding("error", "--use_liger_kernel", "and --no_custom_kernels contradict each other", "keep one")
+        elif model.torch_compile:
+            problem = "and --torch_compile contradict each other: the compiler cannot see what Liger's kernels write into"
+            yield Finding("error", "--use_liger_kernel", problem, "keep one; compiled layers are fused too")
         elif importlib.util.find_spec("liger_kernel") is None:
             yield Finding("error", "--use_liger_kernel", "needs the package liger-kernel", "pip install liger-kernel, or remove the flag")
         elif not on_gpu:
@@ -226,6 +230,16 @@ def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
         yield Finding("error", "--optim", "adamw_apex_fused needs a GPU", "--optim adamw_torch_fused")
     if optim == "adamw_8bit" and importlib.util.find_spec("torchao") is None:
         yield Finding("error", "--optim", "adamw_8bit needs the package torchao", "pip install torchao, or --optim adamw_torch_fused")
+
+
+def _four_bit_findings(args: Arguments, engine: str) -> Iterator[Finding]:
+    if not args.lora.load_in_4bit:
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield Finding("error", "--load_in_4bit", "needs the package bitsandbytes", "pip install bitsandbytes, or remove the flag")
+    if engine != "ddp":
+        message = f"does not work under {engine}, which cuts or moves weights that are no plain tensors any more"
+        yield Finding("error", "--load_in_4bit", message, "torchrun without --fsdp and --deepspeed, and no --device_map")
 
 
 # ---------------------------------------------------------------- optimizer, schedule, intervals

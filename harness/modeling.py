@@ -13,6 +13,7 @@ import difflib
 import importlib.util
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -527,4 +528,9 @@ def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> boo
 def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
     """Parameters of the model (or those that train), tied ones once, sharded ones whole."""
     counted = (parameter for parameter in model.parameters() if parameter.requires_grad or not trainable_only)
-    return sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in counted)
+    return sum(_num_elements(parameter) for parameter in counted)
+
+
+def _num_elements(parameter: Any) -> int:
+    packed = getattr(parameter, "quant_state", None)  # several in a byte, by bitsandbytes
+    return math.prod(packed.shape) if packed is not None else int(getattr(parameter, "ds_numel", parameter.numel()))

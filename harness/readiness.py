@@ -357,7 +357,7 @@ _OPERATOR_USES = {
     "cpu_adam": "optimizer states in host memory (ds_configs/*_offload.json)",
     "async_io": "weights and optimizer states on NVMe (ds_configs/zero3_nvme.json)",
 }
-COMPILE_LIMIT_S = 300.0
+COMPILE_LIMIT_S = 900.0  # a minute on an idle machine; compilers of a busy one take ten times as long
 
 
 def check_operators(answer: Mapping[str, Any], compiled: Mapping[str, Any] | None = None) -> list[Finding]:

@@ -15,6 +15,7 @@ from harness.coordination import Coordinator
 from harness.deepspeed_keys import zero_size
 from harness.engines.base import Build, Engine, compute_dtype
 from harness.findings import UserError, has_errors, user_error
+from harness.four_bit import then_quantised
 from harness.ladder import MemorySettings
 from harness.lora import BASE_FOLDER, AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel, layer_units, num_parameters
@@ -55,7 +56,7 @@ def master_dtype(engine: str, precision: str, wanted: str | None = None, config:
 def spread_over_cards(engine: str, args: Arguments, coordinator: Coordinator) -> str:
     """The engine of one process: started without a launcher on a machine with several GPUs, it uses all of them, by a device map."""
     alone = coordinator.num_processes == 1 and "WORLD_SIZE" not in os.environ
-    if engine == "ddp" and alone and coordinator.device.type == "cuda" and torch.cuda.device_count() > 1:
+    if engine == "ddp" and alone and coordinator.device.type == "cuda" and torch.cuda.device_count() > 1 and not args.lora.load_in_4bit:
         log.info("one process and %d GPUs: --device_map dynamic (--device_map cuda:0 uses one)", torch.cuda.device_count())
         args.maps.device_map = "dynamic"
         return "device_map"
@@ -194,4 +195,7 @@ def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, preci
     empty_model.stored_name, empty_model.init_block = stored_name, lora.init_block
     if engine != "zero":  # DeepSpeed keeps one dtype, and float32 masters of what trains
         empty_model.frozen_dtype = compute_dtype(precision)
+    if args.lora.load_in_4bit:
+        num_blocks = len(layer_units(model))
+        empty_model.init_block = then_quantised(lora.init_block, num_blocks, compute_dtype(precision))
     return lora
