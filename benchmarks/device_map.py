@@ -4,9 +4,9 @@
 
 For each model and number of micro-batches, on the map that `balanced` makes for training: accelerate's plain dispatch; our pipeline with
 the same kernels (all micro-batches in flight, and as many as there are cards); the pipeline as `run_clm.py` trains, with the loss in
-pieces; and that with compiled blocks. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card where it
-fits. A step is forward and backward of all micro-batches (bf16 weights, activation checkpointing) and one AdamW update (learning rate 0,
-so that all rows compute the same). The model has random weights; nothing is downloaded. Any number of cards.
+pieces; and that with compiled blocks. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card
+where it fits. A step is forward and backward of all micro-batches (bf16 weights, activation checkpointing) and one AdamW update (learning
+rate 0, so that all rows compute the same). The model has random weights; nothing is downloaded. Any number of cards.
 
 `--profile` says where the time of a step goes: how long each card computes, how long the host needs to give it the work.
 `--smoke` runs a tiny model on CPU, to see that the script works; its speeds mean nothing.
