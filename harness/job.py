@@ -20,6 +20,7 @@ from harness.blocks import compile_backend
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator, StopFlag, setup_logging
 from harness.data import build_loader, dry_run_step, prepare_data
+from harness.end_advice import advice
 from harness.engines.base import Engine, compute_dtype, materialise_optimizer
 from harness.engines.build import build_engine, master_dtype, resolve_precision, spread_over_cards
 from harness.evaluation import Evaluator
@@ -121,7 +122,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
         )
         if not _compiles(args, engine_name, coordinator) and modeling.apply_kernels(empty.model, args.model, coordinator.device):
-            log.info("Liger's fused RMSNorm, SwiGLU and rotary embedding are on (--use_liger_kernel False turns them off)")
+            log.info("Liger's fused norms and feed-forward are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
         block_size = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
@@ -160,6 +161,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     if args.train.oom_snapshot:
         record_memory_history(folder, coordinator)
     trainer.recovery.current_step = lambda: trainer.state.step
+    if planned_for is not None:
+        trainer.recovery.advise = lambda settings: advice(args, planned_for, settings)
     if start.ladder and start.host_relief == 0:
         trainer.snapshots = Snapshots(engine, coordinator, args.train.snapshot_steps, f"{engine.name} on {coordinator.num_processes}")
     if args.train.profile_steps is not None:
@@ -215,8 +218,10 @@ def _keep_base(
 
 
 def _compiles(args: Arguments, engine_name: str, coordinator: Coordinator) -> bool:
-    """True where layers are compiled: the compiler then fuses what Liger's layers fuse, unless those were asked for."""
-    return engine_name != "device_map" and not args.model.use_liger_kernel and compile_backend(args.model, coordinator.device) is not None
+    """True where layers are compiled: the compiler then fuses what Liger's layers fuse. Under a device map only where it is asked for."""
+    if engine_name == "device_map" and not args.model.torch_compile:
+        return False
+    return compile_backend(args.model, coordinator.device) is not None
 
 
 def _seed(args: Arguments, coordinator: Coordinator, offset: int = 0) -> None:

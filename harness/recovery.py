@@ -69,6 +69,7 @@ class Recovery:
         self.may_relaunch = bool(self.ladder) and not coordinator.max([float(not guard_line.can_relaunch())], "guards")[0]
         self.before_relaunch: Callable[[], object] = lambda: None
         self.current_step: Callable[[], int] = lambda: 0
+        self.advise: Callable[[MemorySettings], str] = lambda settings: ""
         self.thrashing = _ThrashGuard(coordinator.device)
         self.seen: SeenMemory | None = None
         # What each phase that can be redone lowers; each returns what changed, or None where nothing is left.
@@ -158,7 +159,8 @@ class Recovery:
         self._free()
         change = self.lower[phase]()
         if change is None:
-            raise EndOfLadderError(end_message(worst, reports[worst], self.steps_down))
+            advice = self.coordinator.broadcast(self.advise(self.engine.settings) if self.coordinator.is_main_process else "")
+            raise EndOfLadderError(end_message(worst, reports[worst], self.steps_down, advice))
         self._note(change, "redo")
         seen = reports[worst]["failure"]
         if self.coordinator.is_main_process:
@@ -242,15 +244,15 @@ class Recovery:
         _restore_random_state(random_state, self.coordinator.device)
 
 
-def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mapping[str, Any]]) -> str:
-    """What a run says when nothing is left to lower."""
+def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mapping[str, Any]], advice: str = "") -> str:
+    """What a run says when nothing is left to lower; `advice` is the planner's, with numbers."""
     tried = "; ".join(str(step["change"]) for step in steps_down)
     others = report.get("others") or []
     sharing = f" Other processes hold memory of that card: {', '.join(others)}." if others else ""
     return (
         f"out of memory on rank {rank} with nothing left to lower: {report['failure']}. Allocated {report['allocated_gib']} GiB of"
         f" {report['limit_gib']} GiB.{sharing} Tried: {tried or 'nothing, the settings were the lowest'}."
-        " What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_8bit."
+        f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_8bit."
     )
 
 

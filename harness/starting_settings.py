@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from harness import guard_line
 from harness.args import Arguments
 from harness.cards import card_bytes
 from harness.coordination import Coordinator
+from harness.end_advice import advice
 from harness.engines.build import initial_settings
 from harness.findings import UserError
 from harness.guard_line import die_with_parent
@@ -127,7 +128,7 @@ def make_ladder(
 def job_facts(
     args: Arguments, engine: str, coordinator: Coordinator, *, block_size: int, samples_per_rank: int, precision: str
 ) -> JobFacts | None:
-    """What the planner must know of this job; called on all ranks. None where there is no card's memory to plan for.
+    """What the planner must know of this job; called on all ranks. None where there is no card's memory to speak of.
 
     With --gpu_memory torch is kept from taking more of a card; without a card, the plan is made as if there were one.
     """
@@ -140,7 +141,7 @@ def job_facts(
     elif asked:
         usable = card_bytes(asked)
     least = int(-coordinator.max([-float(usable)], "memory of the cards")[0])
-    if args.train.auto_memory == "off" or not least:
+    if not least:
         return None
     return JobFacts(
         engine=engine,
@@ -158,7 +159,7 @@ def job_facts(
 
 def _planned(args: Arguments, asked: MemorySettings, engine: str, folder: Path, facts: JobFacts | None) -> StartPlan | None:
     """What the planner says, in the log and in plan.json. A user's own ladder is not mixed with it."""
-    if facts is None or (args.train.oom_ladder and "auto_memory" not in args.typed):
+    if facts is None or args.train.auto_memory == "off" or (args.train.oom_ladder and "auto_memory" not in args.typed):
         return None
     plan = plan_start(args, asked, facts, can_offload=engine != "zero" or can_compile())
     if plan is None:
@@ -246,7 +247,9 @@ def _decide(
             settings, change = _relieve_host(settings, asked, relief, cause)
             relief += 1
         else:
-            settings, change = _step_below(settings, ladder, steps_down, cause)
+            settings, change = _step_below(
+                settings, ladder, steps_down, cause, lambda now: "" if facts is None else advice(args, facts, now)
+            )
         steps_down.append(_step_of(cause, change))
     if ladder:
         write_ladder(folder, num_processes, ladder, steps_down, settings, host_relief=relief)
@@ -267,13 +270,17 @@ def _step_of(cause: Mapping[str, Any], change: str) -> dict[str, Any]:
 
 
 def _step_below(
-    settings: MemorySettings, ladder: Sequence[MemorySettings | Rung], steps_down: Sequence[dict[str, Any]], cause: Mapping[str, Any]
+    settings: MemorySettings,
+    ladder: Sequence[MemorySettings | Rung],
+    steps_down: Sequence[dict[str, Any]],
+    cause: Mapping[str, Any],
+    advise: Callable[[MemorySettings], str],
 ) -> tuple[MemorySettings, str]:
     """What takes less of the cards, and what changes."""
     report = {"requested_gib": None, "allocated_gib": None, "limit_gib": None, "failure": "", **cause}
     lower = next_settings(ladder, settings, seen_memory(report))
     if lower is None:
-        raise EndOfLadderError(end_message(int(report.get("rank", 0)), report, steps_down))
+        raise EndOfLadderError(end_message(int(report.get("rank", 0)), report, steps_down, advise(settings)))
     return lower, describe_change(settings, lower)
 
 
