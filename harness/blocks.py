@@ -86,6 +86,9 @@ def compile_backend(args: ModelArguments, device: torch.device) -> str | None:
     """
     if args.no_custom_kernels or args.torch_compile is False or (args.torch_compile is None and device.type != "cuda"):
         return None
+    if args.use_liger_kernel and not args.torch_compile:
+        # Liger's kernels write into their inputs, which the compiler does not see: measured, gradients were wrong, losses were not.
+        return None
     backend = args.torch_compile_backend or "inductor"
     missing = missing_for_compile(device.type) if backend == "inductor" else None
     if missing is None:

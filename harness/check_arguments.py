@@ -20,6 +20,7 @@ from harness.args import Arguments
 from harness.findings import Finding
 from harness.machine import GIB, Machine
 from harness.model_files import impossible_sizes, names_a_path
+from harness.node_facts import num_local_processes
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -119,7 +120,7 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
         machine: where it runs.
     """
     facts = model_facts(args)
-    num_local = int(environ.get("LOCAL_WORLD_SIZE", num_processes))
+    num_local = num_local_processes(environ, num_processes)
     return [
         *facts.problems,
         *_process_findings(args, engine, num_local, machine),

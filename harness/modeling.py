@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
+from harness.hub import stay_offline_without_hub
 from harness.model_files import impossible_sizes, names_a_path
 
 log = logging.getLogger("harness")
@@ -101,6 +102,7 @@ def load_config(args: ModelArguments) -> Any:
         assert source is not None
         if names_a_path(source) and not Path(source).expanduser().exists():
             raise user_error(key, f"{source} does not exist", "give an existing folder, or a hub name like gpt2")
+        offline = None if Path(source).exists() else stay_offline_without_hub()
         try:
             config = AutoConfig.from_pretrained(
                 source, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
@@ -109,6 +111,10 @@ def load_config(args: ModelArguments) -> Any:
             named = _model_type_in(source)
             if named is not None and named not in CONFIG_MAPPING:
                 raise _unknown_architecture(key, named) from None
+            if offline is not None and isinstance(error, OSError):
+                raise user_error(
+                    key, f"{source} is neither a folder nor in the cache, and {offline}", "give a folder, or download it before"
+                ) from None
             raise user_error(key, f"no model config in {source}: {str(error).splitlines()[0]}", "check the path or name") from None
         except StrictDataclassError as error:  # transformers' own checks of a config's values; no ValueError
             reason = str(error.__cause__ or error).splitlines()[0]
@@ -496,9 +502,10 @@ def can_isolate(model: nn.Module) -> bool:
 
 
 def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> bool:
-    """Liger's fused RMSNorm, SwiGLU and rotary embedding, where they can run and were not turned off. Returns True where applied.
+    """Liger's fused norms and feed-forward, where they can run and were not turned off. Returns True where applied.
 
-    The loss is ours: Liger's fused one reads the GPU in its forward.
+    The loss is ours: Liger's fused one reads the GPU in its forward. Its rotary embedding is left out: it turns queries and keys where they
+    lie, behind torch's back, and selective checkpointing keeps exactly those products: recomputed from them, they were turned twice.
 
     Raises:
         UserError: they were asked for and cannot run here.
@@ -516,7 +523,7 @@ def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> boo
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return False
     try:
-        _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+        _apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
     except Exception as error:
         if args.use_liger_kernel:
             raise

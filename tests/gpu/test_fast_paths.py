@@ -23,7 +23,7 @@ def alone() -> Iterator[Any]:
     coordinator.close()
 
 
-def build(alone: Any, engine: str, *flags: str) -> Any:
+def build(alone: Any, engine: str, *flags: str, kernels: bool = False) -> Any:
     from harness import modeling
     from harness.engines.build import build_engine, initial_settings, master_dtype
     from harness.parsing import parse_args
@@ -32,6 +32,8 @@ def build(alone: Any, engine: str, *flags: str) -> Any:
     args = parse_args([*base.split(), "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", *flags])
     config = modeling.load_config(args.model)
     empty = modeling.build_empty(args.model, config, modeling.load_tokenizer(args.model), dtype=master_dtype(engine, "bf16"), seed=0)
+    if kernels:
+        assert modeling.apply_kernels(empty.model, args.model, alone.device)
     return build_engine(engine, args, alone, empty, initial_settings(args, engine), "bf16", 100)[0]
 
 
@@ -66,6 +68,25 @@ def test_a_step_never_waits(alone: Any, engine: str, flags: list[str], checkpoin
         torch.cuda.set_sync_debug_mode("default")
 
 
+def gradients(alone: Any, mode: str, *flags: str, kernels: bool = False) -> list[torch.Tensor]:
+    made = build(alone, "ddp", *flags, "--activation_checkpointing", mode, kernels=kernels)
+    made.forward_backward(batch(), 1020)
+    return [parameter.grad.clone() for parameter in made.module.parameters()]
+
+
+def check_modes(alone: Any, *flags: str, kernels: bool = False) -> None:
+    """A kernel that writes into its input changes what selective checkpointing has kept: the loss stays right, gradients do not."""
+    plain = gradients(alone, "none", "--torch_compile", "False")
+    for mode in ("none", "selective", "full"):
+        for gradient, expected in zip(gradients(alone, mode, *flags, kernels=kernels), plain, strict=True):
+            assert float((gradient - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_do_not_depend_on_checkpointing(alone: Any, compiled: bool) -> None:
+    check_modes(alone, "--torch_compile", str(compiled))
+
+
 def test_compiled_layers_train_like_plain_ones(alone: Any) -> None:
     plain = losses(build(alone, "fsdp", "--fsdp", "full_shard", "--no_custom_kernels"))
     compiled = build(alone, "fsdp", "--fsdp", "full_shard")
@@ -80,3 +101,9 @@ def test_float8_trains_like_bf16(alone: Any) -> None:
         pytest.skip("the card has no float8")
     plain = losses(build(alone, "fsdp", "--fsdp", "full_shard"))
     assert losses(build(alone, "fsdp", "--fsdp", "full_shard", "--fp8", "tensorwise")) == pytest.approx(plain, rel=3e-2)
+
+
+def test_gradients_with_fused_kernels_do_not_depend_on_checkpointing(alone: Any) -> None:
+    """The last test: Liger changes transformers' module for the whole process."""
+    pytest.importorskip("liger_kernel")
+    check_modes(alone, "--use_liger_kernel", kernels=True)
