@@ -279,6 +279,7 @@ class ZeroEngine:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         coordinator = optimizer.parameter_offload.get_param_coordinator()
+        self._drop_gathers()
         coordinator.release_backward_leftovers()
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
@@ -287,6 +288,7 @@ class ZeroEngine:
                 parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
         self.engine.empty_partition_cache()
+        coordinator._PartitionedParameterCoordinator__n_available_params = 0  # it counts gathers that never came to their end, too
         for bucket in optimizer.ipg_buckets.values():
             bucket.params.clear()
             bucket.elements = 0
@@ -294,6 +296,23 @@ class ZeroEngine:
             optimizer.norm_for_param_grads = {}
             getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
         optimizer.averaged_gradients = {}
+
+    def _drop_gathers(self) -> None:
+        """Ends what is still being gathered, without its weights.
+
+        DeepSpeed's own way is to wait for each gather, and that copies weights out of its buffer: where memory ran out in such a copy, half
+        of the buffer's weights are marked as there, which the next wait takes for an error; and it would run out again.
+        """
+        registry = getattr(self.module, "ds_inflight_param_registry", None)
+        if registry is None:
+            return
+        for handle in {id(handle): handle for handle in registry.values()}.values():
+            for each in getattr(handle, "handles", [handle]):
+                work = getattr(each, "allgather_handle", None) or getattr(each, "_AllGatherHandle__handle", None)
+                if work is not None:
+                    work.wait()
+                    each.complete = each._AllGatherHandle__complete = True
+        registry.clear()
 
     def _reset_stage12(self, optimizer: Any) -> None:
         for bucket in optimizer.ipg_buckets.values():

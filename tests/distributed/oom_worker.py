@@ -108,6 +108,33 @@ def hook_deepspeed(engine: Any, injector: Injector) -> None:
             return _original(*args, **kwargs)
 
         setattr(comm.cdb, name, collective)
+    if engine.name == "zero3":
+        hook_gathered_copies(engine, injector)
+
+
+def hook_gathered_copies(engine: Any, injector: Injector) -> None:
+    """Where DeepSpeed copies the second weight out of a buffer that it has gathered: half of the buffer's weights are there by then."""
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
+
+    wait, cat = AllGatherCoalescedHandle.wait, torch.cat
+
+    def waiting(self: Any, *args: Any, **kwargs: Any) -> None:
+        copies = [0]
+
+        def counted(*tensors: Any, **options: Any) -> Any:
+            copies[0] += 1
+            if copies[0] == 2 and engine.in_step:
+                injector.at("gathered-copy")
+            return cat(*tensors, **options)
+
+        torch.cat = counted
+        try:
+            wait(self, *args, **kwargs)
+        finally:
+            torch.cat = cat
+
+    AllGatherCoalescedHandle.wait = waiting
 
 
 if __name__ == "__main__":

@@ -89,8 +89,9 @@ ENGINES: dict[str, tuple[str, int, list[str], str, list[tuple[str, str]]]] = {
     ),
     "zero3": (
         "deepspeed", 2, ["--deepspeed", str(DS / "zero3.json")],
-        "forward:1:1 backward:0:4 gather-buffer:1:20 recompute:all:9 evaluation:1:2",
-        [(STEP, "forward"), (STEP, "backward"), (STEP, "gather-buffer"), (STEP, "recompute"), ("evaluate", "evaluation")],
+        "gathered-copy:1:1 backward:0:4 gather-buffer:1:20 recompute:all:9 gathered-copy:0:40 evaluation:1:2",
+        [(STEP, "gathered-copy"), (STEP, "backward"), (STEP, "gather-buffer"), (STEP, "recompute"), (STEP, "gathered-copy"),
+         ("evaluate", "evaluation")],
     ),
 }  # fmt: skip
 
