@@ -356,6 +356,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names, or beginnings of names, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--timeout_s", type=float, default=180, help="for one run")
+    parser.add_argument("--memory_share", type=float, default=1.0, help="of a card, for the runs side by side")
     parser.add_argument("--budget_s", type=float, default=1e9, help="no run is started after this many seconds")
     parser.add_argument("--predict_only", action="store_true", help="print the predictions and start nothing")
     options = parser.parse_args()
@@ -377,7 +378,7 @@ def main() -> int:
     predicted = predictions(todo, num_gpus, max(1, machine.num_cpus // 2))
     facts = {"cards": [gpu.name for gpu in machine.gpus], "torch": torch.__version__, "command": " ".join(sys.argv)}
     folder = Path(tempfile.mkdtemp(prefix="memory-prediction-"))
-    space = Space(machine.min_gpu_memory_bytes)
+    space = Space(int(machine.min_gpu_memory_bytes * options.memory_share))
 
     def one(row: Row) -> dict[str, Any] | None:
         candidate = predicted[row.name]

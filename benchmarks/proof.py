@@ -40,7 +40,7 @@ class Limit:
     def __init__(self, marker: Path) -> None:
         import torch
 
-        self.marker, self.on_gpu = marker, torch.cuda.is_available()
+        self.marker, self.on_gpu, self.peak_bytes = marker, torch.cuda.is_available(), 0
         self.is_last = int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
         if self.is_last and marker.exists():
             self.apply(float(marker.read_text()))
@@ -52,6 +52,12 @@ class Limit:
             device = torch.cuda.current_device()
             torch.cuda.set_per_process_memory_fraction(num_bytes / torch.cuda.get_device_properties(device).total_memory, device)
 
+    def see_peak(self) -> None:
+        """Called before anybody resets the allocator's peak."""
+        import torch
+
+        self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() if self.on_gpu else 0)
+
     def before_step(self, step: int) -> None:
         """Called with the step that begins, from 1."""
         import torch
@@ -61,7 +67,8 @@ class Limit:
         limit = 1.0
         if self.on_gpu:
             torch.cuda.empty_cache()
-            held, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+            self.see_peak()
+            held, peak = torch.cuda.memory_allocated(), self.peak_bytes
             limit = held + LIMIT_SHARE * (peak - held)
         self.marker.write_text(str(limit))
         self.apply(limit)
@@ -92,7 +99,7 @@ def harness_worker(tokens: list[str]) -> int:
         return guard.main()
     limit = Limit(Path(os.environ["PROOF_MARKER"])) if os.environ.get("PROOF_MARKER") else None
     if limit is not None:
-        counts, make = trainer.Trainer._global_counts, job._recovery
+        counts, make, read = trainer.Trainer._global_counts, job._recovery, trainer.StepWatch.read
 
         def counted(self: Any, batch: Any) -> Any:
             limit.before_step(self.state.step + 1)
@@ -102,7 +109,12 @@ def harness_worker(tokens: list[str]) -> int:
             hook(engine.module, limit)
             return make(start, engine, *rest)
 
+        def reading(self: Any) -> Any:  # the log resets the peak after each row
+            limit.see_peak()
+            return read(self)
+
         trainer.Trainer._global_counts, job._recovery = counted, made  # type: ignore[method-assign]
+        trainer.StepWatch.read = reading  # type: ignore[method-assign]
     return run_clm.main(tokens)
 
 

@@ -16,10 +16,12 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ sys.path.insert(0, str(ROOT))
 LIMIT_VARIABLE = "HARNESS_BENCHMARK_LIMIT_AT_STEP"
 SHARE_VARIABLE = "HARNESS_BENCHMARK_LIMIT_SHARE"
 STEPS = 12
+DETAILS = ("losses", "step_times_s", "grad_norms", "phases")  # in the file only
 
 
 def worker() -> int:
@@ -52,7 +55,7 @@ def worker() -> int:
         return read(self)
 
     def limited(self: Any, batch: Any) -> tuple[int, int]:
-        if at and rank == size - 1 and self.state.step == at - 1:
+        if at and rank == size - 1 and self.state.step == at - 1 and not kept.exists():
             device = torch.cuda.current_device()
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_allocated(device), peaks[0]
@@ -68,28 +71,29 @@ def worker() -> int:
 
 
 def run(
-    name: str, engine: list[str], micro: int, limit_at: int, share: float, num_gpus: int, folder: Path, port: int, timeout_s: float
+    name: str, engine: list[str], micro: int, limit_at: int, share: float, num_gpus: int, folder: Path, timeout_s: float
 ) -> dict[str, Any]:
     from benchmarks.main_job import SHAPE_1B, arguments
+    from launch.processes import processes_with, send
 
     output = folder / name
     more = [*engine, "--save_strategy", "no", "--save_final", "False", "--activation_checkpointing", "none"]
+    more += ["--gradient_accumulation_steps", "4" if micro == 4 else "1"]
     tokens = arguments(SHAPE_1B, 2048, STEPS, micro, output, folder / "cache", more)
     tokens[tokens.index("--logging_steps") + 1] = "1"
     tokens[tokens.index("--learning_rate") + 1] = "1e-5"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        str(num_gpus),
-        "--master_port",
-        str(port),
-        __file__,
-        *tokens,
-    ]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = ["torch.distributed.run", "--nproc_per_node", str(num_gpus), "--master_port", str(port)]
+    command = [sys.executable, "-m", *launcher, __file__, *tokens]
+    mark = uuid.uuid4().hex  # ranks have sessions of their own
     environment = dict(
-        os.environ, OMP_NUM_THREADS="4", HARNESS_BENCHMARK_WORKER="1", **{LIMIT_VARIABLE: str(limit_at), SHARE_VARIABLE: str(share)}
+        os.environ,
+        OMP_NUM_THREADS="4",
+        HARNESS_BENCHMARK_WORKER="1",
+        HARNESS_BENCHMARK_RUN=mark,
+        **{LIMIT_VARIABLE: str(limit_at), SHARE_VARIABLE: str(share)},
     )
     started = time.monotonic()
     with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
@@ -97,9 +101,10 @@ def run(
         try:
             code: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             code = "timeout"
+        finally:
+            send(processes_with("HARNESS_BENCHMARK_RUN", mark), signal.SIGKILL)
+            process.wait()
     metrics = output / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     ladder = json.loads((output / "ladder.json").read_text()) if (output / "ladder.json").exists() else {"steps_down": []}
@@ -112,12 +117,15 @@ def run(
         "step_times_s": {row["step"]: row["step_time_s"] for row in train},
         "tokens_per_second_per_gpu": train[-1]["tokens_per_second_per_gpu"] if train else None,
         "peak_memory_gib": max((row.get("peak_memory_gib") or 0 for row in train), default=0),
+        "grad_norms": {row["step"]: row["grad_norm"] for row in train},
         "steps_down": ladder["steps_down"],
         "lost_steps": sum(row.get("lost_steps") or 0 for row in rows if row.get("event") == "resume"),
         "between_rows_s": max((after["time_s"] - before["time_s"] for before, after in itertools.pairwise(train)), default=0.0),
     }
+    text = (folder / f"{name}.log").read_text(errors="replace")
+    result["phases"] = [line.strip() for line in text.splitlines() if ": done in " in line and "rank" not in line.split(":")[0]]
     if code != 0:
-        result["tail"] = (folder / f"{name}.log").read_text(errors="replace")[-1500:]
+        result["tail"] = text[-4000:]
     return result
 
 
@@ -138,12 +146,12 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
     engines = {"fsdp": ["--fsdp", "full_shard"], "zero3": ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")], "ddp": []}
     results: list[dict[str, Any]] = []
-    port = 29800
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run's processes end with it
     for name in options.only.split(","):
         cases: list[tuple[str, int, int, float, list[str]]] = [(f"{name}-clean", 4, 0, 1.0, []), (f"{name}-limited", 4, 6, 0.85, [])]
         if name == "fsdp":
             cases += [
-                ("fsdp-jump", 4, 6, 0.3, []),
+                ("fsdp-jump", 4, 6, 0.3, ["--auto_memory", "on"]),  # with the planner's estimates of all rungs
                 ("fsdp-no-votes", 4, 0, 1.0, ["--no_oom_recovery"]),
                 ("fsdp-too-large", 48, 0, 1.0, ["--auto_memory", "off"]),
             ]
@@ -152,11 +160,10 @@ def main() -> int:
         for case, micro, limit_at, share, more in cases:
             if options.cases and not case.endswith(tuple(options.cases.split(","))):
                 continue
-            port += 1
             results.append(
-                run(case, [*engines[name], *more, *options.more.split()], micro, limit_at, share, num_gpus, folder, port, options.timeout_s)
+                run(case, [*engines[name], *more, *options.more.split()], micro, limit_at, share, num_gpus, folder, options.timeout_s)
             )
-            print(json.dumps({key: value for key, value in results[-1].items() if key not in ("losses", "step_times_s")}), flush=True)
+            print(json.dumps({key: value for key, value in results[-1].items() if key not in DETAILS}), flush=True)
             facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
     heads = f"{'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
