@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import sys
@@ -276,13 +277,30 @@ def _flags(options: argparse.Namespace) -> DeviceMapArguments:
     return flags
 
 
+def _check(options: argparse.Namespace) -> None:
+    """What can be said before the model is looked at.
+
+    Raises:
+        UserError: everything that is wrong, together.
+    """
+    problems: list[Finding] = []
+    if options.quantization and importlib.util.find_spec("bitsandbytes") is None:
+        problems.append(Finding("error", "--quantization", "needs the package bitsandbytes", "pip install bitsandbytes, or leave it out"))
+    elif options.quantization and not torch.cuda.is_available():
+        problems.append(Finding("error", "--quantization", "needs a GPU", "leave it out"))
+    if options.quantization and options.dtype == "fp32":
+        problems.append(Finding("error", "--quantization", "has no effect on weights in --dtype fp32", "keep one"))
+    try:
+        _flags(options)
+    except UserError as error:
+        problems += error.findings
+    if problems:
+        raise UserError(problems)
+
+
 def _load_options(options: argparse.Namespace) -> dict[str, Any]:
     loading: dict[str, Any] = {"dtype": DTYPES[options.dtype]}
     if options.quantization:
-        import importlib.util
-
-        if importlib.util.find_spec("bitsandbytes") is None:
-            raise user_error("--quantization", "bitsandbytes is not installed", "pip install bitsandbytes, or leave it out")
         from transformers import BitsAndBytesConfig
 
         loading["quantization_config"] = BitsAndBytesConfig(
@@ -458,7 +476,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: wrong input, found before weights are read.
     """
-    _flags(options)
+    _check(options)
     other = StateFolder(Path(options.compare), "--compare") if options.compare else None
     config = load_config(ModelArguments(model_name_or_path=options.model, model_revision=options.revision))
     empty = meta_model(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,53 @@ def test_a_failed_step_is_redone_with_other_settings(tmp_path: Path) -> None:
     assert engine.apply(smaller) and engine.settings == smaller and engine.pipeline.recompute
     assert not engine.apply(smaller.replace(param_offload="cpu"))
     assert _train(engine, [first, second]) == pytest.approx(expected, rel=1e-5)
+
+
+def _run(folder: Path, name: str, *flags: str) -> list[dict[str, Any]]:
+    """A whole run in this process; its metrics."""
+    from harness.run_clm import main
+
+    overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+    base = ["--model_type", "llama", "--config_overrides", overrides, "--tokenizer_name", "bytes", "--train_file", str(folder / "a.txt")]
+    base += ["--data_cache_dir", str(folder / "cache"), "--output_dir", str(folder / name), "--use_cpu", "--block_size", "32"]
+    base += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2", "--max_steps", "4", "--learning_rate", "1e-2"]
+    base += ["--logging_steps", "1", "--save_steps", "2", "--eval_steps", "2", "--validation_split_percentage", "20"]
+    assert main([*base, *flags]) == 0
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(rows: list[dict[str, Any]], key: str = "loss") -> dict[int, float]:
+    return {row["step"]: row[key] for row in rows if key in row}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_evaluates_saves_resumes_and_exports(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    (tmp_path / "a.txt").write_text("".join(f"line {number}: some text to train on\n" for number in range(200)))
+    plain = _run(tmp_path, "plain")
+    mapped = _run(tmp_path, "mapped", "--device_map", "cpu")
+    assert _losses(mapped) == pytest.approx(_losses(plain), rel=1e-5) and len(_losses(mapped)) == 4
+    assert _losses(mapped, "eval_loss") == pytest.approx(_losses(plain, "eval_loss"), rel=1e-5) and _losses(mapped, "eval_loss")
+    # What either saved the other goes on from.
+    for name, source, flags in (("on", "plain", ["--device_map", "cpu"]), ("back", "mapped", [])):
+        rows = _run(tmp_path, name, "--resume_from_checkpoint", str(tmp_path / source / "checkpoint-2"), *flags)
+        assert _losses(rows) == pytest.approx({step: loss for step, loss in _losses(plain).items() if step > 2}, rel=1e-4)
+    final = {name: load_file(tmp_path / name / "final" / "model.safetensors") for name in ("plain", "mapped", "on", "back")}
+    for name in ("mapped", "on", "back"):
+        for key, weight in final["plain"].items():
+            torch.testing.assert_close(final[name][key], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("alone")
+def test_adapters_train_under_a_map(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {number}: some text to train on\n" for number in range(200)))
+    adapters = ["--lora_r", "2", "--eval_strategy", "no"]
+    plain, mapped = _run(tmp_path, "plain", *adapters), _run(tmp_path, "mapped", "--device_map", "cpu", *adapters)
+    assert _losses(mapped) == pytest.approx(_losses(plain), rel=1e-5) and len(_losses(mapped)) == 4
+    one, other = (tmp_path / name / "final" / "adapter_model.safetensors" for name in ("plain", "mapped"))
+    assert one.stat().st_size == other.stat().st_size > 0
 
 
 def test_weights_stay_where_the_map_says_and_unplaceable_ones_are_refused(tmp_path: Path) -> None:

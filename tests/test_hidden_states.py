@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import socket
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +189,37 @@ def test_wrong_input(models: dict[str, tuple[Path, Any]], flags: list[str], mess
     assert _layers(models["llama"][0], tmp_path / "out", *flags) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_quantised_weights_are_refused_without_the_package_or_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The folder is not there either: what can be said without it comes first, all of it.
+    flags = ["--quantization", "int8", "--balance_threshold", "2"]
+    for found, reason in ((None, "needs the package bitsandbytes -> pip install bitsandbytes"), (object(), "needs a GPU")):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        assert _layers(tmp_path / "none", tmp_path / "out", *flags) == 2
+        message = capsys.readouterr().err
+        assert f"--quantization: {reason}" in message and "--balance_threshold" in message and "/none" not in message
+
+
+@pytest.mark.parametrize("name", ["nope", "org/nope"])
+def test_a_name_that_is_nowhere_fails_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers there
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(urllib.request, "getproxies", dict)
+        started = time.monotonic()
+        assert main(["--model", name, "--output", str(tmp_path / "out")]) == 2
+        assert time.monotonic() - started < 15  # with huggingface_hub's retries it is 40
+    message = capsys.readouterr().err
+    assert f"{name} is neither a folder nor in the cache, and 127.0.0.1:" in message
+    assert "does not answer" in message
 
 
 def test_pieces_hold_no_more_than_their_size(tmp_path: Path) -> None:
