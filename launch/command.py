@@ -262,7 +262,8 @@ class _Builder:
         port = int(text)
         if key == "MASTER_PORT":
             self.plan.notes.append(f"MASTER_PORT={port} of the environment is used")
-        main_is_here = options.node_rank == 0 or (address is not None and machine.is_this_machine(address))
+        of_address = address is not None and machine.is_this_machine(address)
+        main_is_here = of_address if options.node_rank is None else options.node_rank == 0
         if main_is_here and not machine.port_is_free(port):
             raise LaunchError(f"{key} {port}: the port is in use on this machine; give another one on all machines with --master_port")
         return address, port

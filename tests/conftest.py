@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # Tests that start real launchers, which run one at a time on a machine.
-STARTS_RANKS = ("tests/distributed/", "tests/faults/test_signals.py", "tests/test_launch.py")
+STARTS_RANKS = ("tests/distributed/", "tests/faults/test_signals.py", "tests/test_launch.py", "tests/cluster/test_slurm.py")
 
 
 @pytest.hookimpl(optionalhook=True)

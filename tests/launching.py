@@ -211,7 +211,8 @@ def _command_line(pid: int) -> str:
 
 
 @contextlib.contextmanager
-def _only_launch_of_this_machine() -> Iterator[None]:
+def only_launch_of_this_machine() -> Iterator[None]:
+    """Waits for every other launch of the tests on this machine, and keeps them waiting."""
     with open(Path(tempfile.gettempdir()) / f"harness-test-launch-{os.getuid()}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -233,7 +234,7 @@ def launched(
 ) -> Iterator[Launch]:
     """A running launch, for tests that signal or watch it; what is left of it at the end of the block is killed."""
     command = launch_command(kind, num_processes, script_args, script=script, launcher_args=launcher_args, config_file=config_file)
-    with _only_launch_of_this_machine():
+    with only_launch_of_this_machine():
         launch = Launch(command, launch_environment(extra_env, cpu), output_dir, cwd)
         try:
             yield launch
@@ -256,7 +257,7 @@ def run_on_nodes(
         What each node's launcher left.
     """
     port = str(free_port())
-    with _only_launch_of_this_machine(), contextlib.ExitStack() as stack:
+    with only_launch_of_this_machine(), contextlib.ExitStack() as stack:
         launches = []
         for number, node in enumerate(nodes):
             rendezvous = ["--nnodes", str(len(nodes)), "--node_rank", str(number), "--master_addr", nodes[0].address, "--master_port", port]

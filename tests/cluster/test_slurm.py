@@ -1,0 +1,325 @@
+"""launch/slurm.sbatch: under stand-ins of Slurm's commands, and on a real controller with two node daemons."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import cluster, run
+from tests.cluster import install, slurm
+from tests.launching import ROOT, only_launch_of_this_machine, run_launcher
+
+SCRIPT = ROOT / "launch/slurm.sbatch"
+STEPS = 30
+
+
+# ---- the command ----
+
+
+def test_the_command_from_the_launchers_arguments() -> None:
+    line = "--target slurm --name big --num_nodes 4 --num_processes 2 --engine zero3 --template zero3_offload --sbatch_arg=--time=9:00:00"
+    options, script_args = run.read_options([*shlex.split(line), "--", "--output_dir", "my out"])
+    assert shlex.join(cluster.slurm_command(options, script_args)) == (
+        f"sbatch --job-name=big --nodes=4 --gpus-per-node=2 --time=9:00:00 {SCRIPT}"
+        " --engine zero3 --template zero3_offload --num_processes 2 -- --output_dir 'my out'"
+    )
+    options, script_args = run.read_options(["--target", "slurm", "--num_processes", "2", "--", "--use_cpu"])
+    assert "--gpus-per-node=8" not in cluster.slurm_command(options, script_args)
+
+
+# ---- the script, without Slurm ----
+
+
+class Stage:
+    """The script with stand-ins of srun and scontrol that write down how they were called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls = folder / "calls"
+        tools = folder / "bin"
+        tools.mkdir()
+        srun = f'#!/bin/bash\nprintf "srun %s\\n" "${{*@Q}}" >> {self.calls}\neval "$SRUN"\n'
+        scontrol = f'#!/bin/bash\nprintf "scontrol %s\\n" "${{*@Q}}" >> {self.calls}\n'
+        scontrol += (
+            'case "$*" in "show hostnames"*) printf "a1\\na2\\n" | head -n "$NODES";; *"show job"*) echo "JobId=7 JobState=$STATE";; esac\n'
+        )
+        for name, text in (("srun", srun), ("scontrol", scontrol), ("sleep", "#!/bin/bash\n")):
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        self.environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "h"}
+        self.environ |= {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_ON_NODE": "16", "NODES": "2", "STATE": "RUNNING", "SRUN": "exit 0"}
+        self.environ |= {"HARNESS_PYTHON": "/bin/true"}
+
+    def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
+        command = ["bash", str(SCRIPT), *words]
+        everything = subprocess.STDOUT
+        return subprocess.Popen(command, env=self.environ | environ, cwd=self.folder, stdout=subprocess.PIPE, stderr=everything, text=True)
+
+    def run(self, *words: str, **environ: str) -> tuple[int, str]:
+        process = self.start(*words, **environ)
+        output, _ = process.communicate(timeout=30)
+        return process.returncode, output
+
+    def called(self, program: str) -> list[list[str]]:
+        lines = self.calls.read_text().splitlines() if self.calls.exists() else []
+        return [words[1:] for words in map(shlex.split, lines) if words[0] == program]
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+def test_each_node_starts_the_launcher(stage: Stage) -> None:
+    code, output = stage.run("--engine", "fsdp", "--", "--output_dir", "my out")
+    assert code == 0, output
+    (words,) = stage.called("srun")
+    place = words.index("/bin/true")
+    assert {"--ntasks-per-node=1", "--cpus-per-task=16", "--kill-on-bad-exit=0", "--wait=60", "--output=slurm-logs/%x-%j-%N.log"} <= set(
+        words[:place]
+    )
+    meeting = ["--num_nodes", "2", "--master_addr", "a1", "--master_port", "20007"]
+    assert words[place + 1 :] == [str(ROOT / "launch/run.py"), *meeting, "--engine", "fsdp", "--", "--output_dir", "my out"]
+    assert (stage.folder / "slurm-logs").is_dir()
+
+
+def test_one_node_needs_no_meeting(stage: Stage) -> None:
+    assert stage.run("--", "--output_dir", "x", NODES="1")[0] == 0
+    (words,) = stage.called("srun")
+    assert words[words.index("/bin/true") + 1 :] == [str(ROOT / "launch/run.py"), "--", "--output_dir", "x"]
+
+
+@pytest.mark.parametrize(
+    ("code", "others", "state", "requeue", "why"),
+    [
+        (75, "exit 0", "RUNNING", "1", "stopped after a complete save: queued again"),
+        (1, "exit 1", "RUNNING", "1", "a node does not answer: queued again"),
+        (1, "exit 0", "RUNNING", "1", ""),  # all nodes answer: a crash
+        (2, "exit 1", "RUNNING", "1", ""),
+        (75, "exit 0", "COMPLETING", "1", ""),  # cancelled
+        (75, "exit 0", "RUNNING", "0", ""),
+        (0, "exit 1", "RUNNING", "1", ""),
+    ],
+)
+def test_what_is_queued_again(stage: Stage, code: int, others: str, state: str, requeue: str, why: str) -> None:
+    srun = f'case "$1" in --overlap) {others};; *) exit {code};; esac'
+    ended, output = stage.run(SRUN=srun, STATE=state, HARNESS_REQUEUE=requeue)
+    assert ended == code, output
+    assert (["requeue", "7"] in stage.called("scontrol")) == bool(why)
+    assert why in output and ("queued again" in output) == bool(why)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, signal.SIGTERM])
+def test_signals_reach_the_tasks_and_their_end_is_waited_for(stage: Stage, signum: signal.Signals) -> None:
+    saving = 'trap "echo saving; /bin/sleep 0.5; echo saved; exit 75" USR1 TERM; echo ready; while :; do /bin/sleep 0.05; done'
+    process = stage.start(SRUN=saving, HARNESS_REQUEUE="0")
+    assert process.stdout is not None
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75 and "saved" in output, output
+
+
+@pytest.mark.parametrize(
+    ("runtime", "expected"),
+    [
+        ("pyxis", ["--container-image=my/image", "--container-mounts={root}:{root},{here}:{here},/data:/data"]),
+        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data"]),
+        ("podman", ["podman", "--ulimit=memlock=-1", "--ipc=host", "/data:/data", "SLURM_*"]),
+    ],
+)
+def test_containers(stage: Stage, runtime: str, expected: list[str]) -> None:
+    code, output = stage.run("--", "--x", HARNESS_IMAGE="my/image", HARNESS_RUNTIME=runtime, HARNESS_MOUNTS="/data")
+    assert code == 0, output
+    (words,) = stage.called("srun")
+    assert {word.format(root=ROOT, here=stage.folder) for word in expected} <= set(words)
+    if runtime != "pyxis":
+        assert words[words.index("my/image") + 1 :][:2] == ["/bin/true", str(ROOT / "launch/run.py")]
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"HARNESS_ROOT": "/"}, "/ is no clone of harness"),
+        ({"HARNESS_IMAGE": "x", "HARNESS_RUNTIME": "docker"}, "one of pyxis, apptainer, podman"),
+    ],
+)
+def test_what_cannot_work_is_refused(stage: Stage, environ: dict[str, str], message: str) -> None:
+    code, output = stage.run(**environ)
+    assert code == 2 and message in output
+    assert stage.called("srun") == []
+
+
+# ---- the script, under Slurm ----
+
+
+@pytest.fixture(scope="module")
+def cluster_of_two(reference: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons need root here")
+    install.need(slurm.PROGRAMS, slurm.PACKAGES)
+    folder = tmp_path_factory.mktemp("slurm")
+    with only_launch_of_this_machine(), slurm.Slurm(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The losses of an uninterrupted run of one process."""
+    folder = tmp_path_factory.mktemp("reference")
+    (folder / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(400)))
+    result = run_launcher("python", 1, arguments(folder, "clean", 1), timeout_s=120)
+    assert result.returncode == 0, result.stdout
+    return {"folder": folder, "losses": result.losses}
+
+
+def arguments(folder: Path, name: str, num_processes: int) -> list[str]:
+    values = {
+        "model_type": "llama",
+        "config_overrides": "hidden_size=64,intermediate_size=128,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2",
+        "tokenizer_name": "bytes",
+        "train_file": folder / "data.txt",
+        "block_size": 64,
+        "validation_split_percentage": 0,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 8 // num_processes,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "precision": "fp32",
+        "save_steps": 10,
+        "save_final": "False",
+        "data_cache_dir": folder / "cache",
+        "output_dir": folder / name,
+    }
+    return ["--use_cpu", *(token for key, value in values.items() for token in (f"--{key}", str(value)))]
+
+
+class SlurmRun:
+    """A training job in the cluster."""
+
+    def __init__(
+        self,
+        running: slurm.Slurm,
+        reference: dict[str, Any],
+        name: str,
+        engine: str,
+        *more: str,
+        script: Path | None = None,
+        **environ: str,
+    ) -> None:
+        self.slurm, self.folder, self.losses = running, reference["folder"], reference["losses"]
+        self.output = self.folder / name
+        words = ["--nodes=2", str(SCRIPT), "--num_processes", "1", "--engine", engine, *(["--script", str(script)] if script else []), "--"]
+        environ |= {
+            "HARNESS_ROOT": str(ROOT),
+            "HARNESS_MASTER_ADDR": "127.0.0.1",
+            "HARNESS_INTERFACE": "lo",
+            "HARNESS_LOGS": str(self.folder / f"{name}-logs"),
+        }
+        self.number = running.submit(*words, *arguments(self.folder, name, 2), *more, environ=environ, cwd=self.folder)
+
+    def rows(self) -> list[dict[str, Any]]:
+        path = self.output / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+    def until_step(self, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(row.get("step") == step and "loss" in row for row in self.rows()):
+            assert time.monotonic() < deadline and self.slurm.job(self.number)["JobState"] in ("PENDING", "RUNNING"), self.log()
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        logs = [self.folder / f"harness-{self.number}.log", *sorted(self.folder.glob(f"{self.output.name}-logs/*"))]
+        return "".join(f"== {path}\n{path.read_text()}\n" for path in logs if path.exists())
+
+    def finished(self) -> list[dict[str, Any]]:
+        """Waits for the end, and checks that the run was the uninterrupted one. Returns its events."""
+        facts = self.slurm.wait(self.number)
+        assert facts["JobState"] == "COMPLETED", self.log()
+        rows = self.rows()
+        losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+        assert list(losses) == list(range(1, STEPS + 1))
+        assert list(losses.values()) == pytest.approx(self.losses, rel=1e-4)
+        return [row for row in rows if row["kind"] == "event"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
+def test_two_nodes_under_each_launcher(cluster_of_two: slurm.Slurm, reference: dict[str, Any], engine: str) -> None:
+    job = SlurmRun(cluster_of_two, reference, f"two-{engine}", engine)
+    job.finished()
+    tool = {"ddp": "torchrun", "fsdp": "accelerate launch", "zero2": "deepspeed"}[engine]
+    assert f"{tool} --" in job.log() and "num_processes=2" in job.log()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_queues_again_and_goes_on(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
+    job = SlurmRun(cluster_of_two, reference, "signal", "fsdp")
+    job.until_step(4)
+    cluster_of_two.tell("scancel", "--signal=USR1", job.number)
+    resumed = [event for event in job.finished() if event["event"] == "resume"]
+    assert len(resumed) == 1 and 4 <= resumed[0]["step"] < STEPS
+    assert cluster_of_two.job(job.number)["Restarts"] == "1" and "queued again" in job.log()
+
+
+@pytest.mark.slow
+def test_queued_again_from_outside(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
+    job = SlurmRun(cluster_of_two, reference, "requeue", "ddp")
+    job.until_step(12)
+    cluster_of_two.tell("scontrol", "requeue", job.number)
+    assert [event["step"] >= 10 for event in job.finished() if event["event"] == "resume"] == [True]
+    assert cluster_of_two.job(job.number)["Restarts"] == "1"
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
+    job = SlurmRun(cluster_of_two, reference, "cancel", "ddp")
+    job.until_step(4)
+    cluster_of_two.tell("scancel", job.number)
+    assert cluster_of_two.wait(job.number)["JobState"] == "CANCELLED"
+    deadline = time.monotonic() + 30
+    while not (job.output / "exit.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert json.loads((job.output / "exit.json").read_text())["code"] == 75, job.log()
+    assert list(job.output.glob("checkpoint-*/COMPLETE"))
+
+
+@pytest.mark.slow
+def test_a_node_that_dies_is_replaced(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
+    job = SlurmRun(cluster_of_two, reference, "node", "fsdp")
+    job.until_step(12)
+    cluster_of_two.kill_node("n2")
+    killed = time.monotonic()
+    while "queued again" not in job.log():
+        assert time.monotonic() < killed + 90, job.log()
+        time.sleep(0.2)
+    cluster_of_two.start_node("n2")
+    assert [event["step"] >= 10 for event in job.finished() if event["event"] == "resume"] == [True]
+
+
+@pytest.mark.slow
+def test_out_of_memory_on_one_node_steps_down_on_both(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
+    worker = ROOT / "tests/distributed/oom_worker.py"
+    environ = {"HARNESS_TEST_OOM": "backward:1:9 update:1:12"}
+    job = SlurmRun(cluster_of_two, reference, "oom", "fsdp", "--snapshot_steps", "2", script=worker, **environ)
+    down = [(event["phase"], event["way"], event["rank"]) for event in job.finished() if event["event"] == "oom"]
+    assert down == [("step", "redo", 1), ("update", "relaunch", 1)]
+    assert cluster_of_two.job(job.number)["Restarts"] == "0"
+
+
+def test_the_script_is_accepted_by_the_shell() -> None:
+    assert subprocess.run(["bash", "-n", str(SCRIPT)]).returncode == 0
+    if shutil.which("shellcheck"):
+        assert subprocess.run(["shellcheck", "-s", "bash", str(SCRIPT)]).returncode == 0
