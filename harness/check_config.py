@@ -28,11 +28,14 @@ from harness.check_launch import Launch, check_build_locks, check_environment, c
 from harness.deepspeed_json import get_value
 from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
+from harness.node_facts import num_local_processes
 from harness.parsing import from_config, parse_args, read_yaml
 from harness.templates import TESTED_OPTIMIZERS, apply_launch_to_args, fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
 
 # Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 16, 2
+# Keys of accelerate's file that its command has options for.
+MACHINE_KEYS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
 
 def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str], machine: Machine | None = None) -> list[Finding]:
@@ -50,7 +53,7 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
     machine = detect_machine(environ) if machine is None else machine
     run = copy.deepcopy(args)
     engine, findings = apply_launch_to_args(run, environ, num_processes)
-    num_machines = max(1, num_processes // max(1, int(environ.get("LOCAL_WORLD_SIZE", num_processes))))
+    num_machines = max(1, num_processes // max(1, num_local_processes(environ, num_processes)))
     try:
         if engine == "zero":
             findings += [*_zero_findings(run, environ, num_processes, machine, num_machines), *check_build_locks(environ)]
@@ -237,6 +240,7 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
         options.config_file = options.config_file or launch.options.get("--config_file")
         num_processes = num_processes or launch.num_processes
         run_tokens = [*run_tokens, *launch.script_args]
+    num_machines = (launch.integer("--num_machines", "--nnodes", "--num_nodes") if launch else None) or 1
     if options.hostfile:
         hosts = _collect(findings, read_hostfile, options.hostfile)
         num_processes = num_processes or (sum(hosts.values()) if hosts else None)
@@ -247,6 +251,9 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
         yaml_config = _collect(findings, read_yaml, options.config_file, "--config_file")
         if yaml_config is not None:
             model_type = model_facts(args).model_type if args else None
+            yaml_config |= _machine_options(launch)
+            count = yaml_config.get("num_machines")
+            num_machines = count if isinstance(count, int) and count > 0 else num_machines
             findings += check_accelerate(yaml_config, num_processes=num_processes, machine=machine, model_type=model_type)
             environ |= environment_of(yaml_config)
             count = yaml_config.get("num_processes")
@@ -255,17 +262,25 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
         findings.append(Finding("error", "--config_file", f"{options.config_file} does not exist", "the path of an accelerate YAML"))
     num_processes = num_processes or _default_processes(launch, machine)
     if args is not None:
-        findings += [*args.notes, *_of_run(args, num_processes, environ, machine)]
+        findings += [*args.notes, *_of_run(args, num_processes, num_machines, environ, machine)]
     elif options.deepspeed:
         template = _collect(findings, load_deepspeed_template, _only_deepspeed(options.deepspeed), {})
         findings += _file_alone(template, num_processes, machine) if template is not None else []
     return sort_findings(findings), args.non_defaults() if args else {}
 
 
-def _of_run(args: Arguments, num_processes: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:
+def _machine_options(launch: Launch | None) -> dict[str, Any]:
+    """What a command of accelerate says of processes and machines, which wins over its file."""
+    words = {key: launch.options.get(f"--{key}") for key in MACHINE_KEYS} if launch is not None and launch.launcher == "accelerate" else {}
+    return {key: int(text) if text.isdigit() else text for key, text in words.items() if text is not None}
+
+
+def _of_run(args: Arguments, num_processes: int, num_machines: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:
     """`check_run`, in an environment that speaks of this shell and not of a rank."""
-    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return check_run(args, num_processes=num_processes, environ={k: v for k, v in environ.items() if k not in ranks}, machine=machine)
+    ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    outside = {name: value for name, value in environ.items() if name not in ranks}
+    outside["LOCAL_WORLD_SIZE"] = str(max(1, num_processes // num_machines))
+    return check_run(args, num_processes=num_processes, environ=outside, machine=machine)
 
 
 def _collect(findings: list[Finding], function: Any, *values: Any) -> Any:

@@ -268,7 +268,7 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0, arguments: Mappin
     environ = os.environ
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local_rank = int(environ.get("LOCAL_RANK", str(rank)))
-    local_size = int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", str(size))))
+    local_size = node_facts.num_local_processes(environ, size)
     use_cuda = torch.cuda.is_available() and not use_cpu
     if use_cuda and local_rank >= torch.cuda.device_count():
         raise user_error(

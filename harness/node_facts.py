@@ -64,7 +64,7 @@ def facts_of_this_node(arguments: Mapping[str, Any], environ: Mapping[str, str] 
     settings = {name: value for name, value in environ.items() if name.startswith(_PREFIXES) and not name.endswith(_OF_ONE_NODE)}
     return {
         "node": socket.gethostname(),
-        "num_processes": int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", "1"))),
+        "num_processes": num_local_processes(environ, 1),
         "versions": versions,
         "code": code_digests(),
         "environment": settings,
@@ -136,7 +136,12 @@ def agree(store: Store, rank: int, local_rank: int, size: int, facts: Mapping[st
     return [Finding(**each) for each in json.loads(store.get(_VERDICT))]
 
 
+def num_local_processes(environ: Mapping[str, str], default: int) -> int:
+    """Processes of the job on this node, as the launcher says: torchrun and accelerate in LOCAL_WORLD_SIZE, deepspeed in LOCAL_SIZE."""
+    return int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", str(default))))
+
+
 def of_several_nodes(environ: Mapping[str, str]) -> bool:
     """Whether the launcher's environment describes a job on more than one node."""
     size = int(environ.get("WORLD_SIZE", "1"))
-    return int(environ.get("LOCAL_WORLD_SIZE", environ.get("LOCAL_SIZE", str(size)))) < size
+    return num_local_processes(environ, size) < size

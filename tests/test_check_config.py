@@ -40,6 +40,33 @@ def test_every_template_passes(path: Path, num_processes: int) -> None:
     assert [(finding.severity, finding.key) for finding in findings] == expected
 
 
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "LOCAL_SIZE"])  # torchrun's and accelerate's, deepspeed's
+@pytest.mark.parametrize("flags", [f"--deepspeed {JSON_FILE}", "--fsdp full_shard", ""])
+def test_two_machines_of_eight_cards_run_sixteen_processes(flags: str, variable: str) -> None:
+    assert [each for each in run_findings(flags, num_processes=16, **{variable: "8"}) if each.severity == "error"] == []
+    keys = [each.key for each in run_findings(flags, num_processes=32, **{variable: "16"}) if each.severity == "error"]
+    assert keys == ["num_processes"]
+
+
+TWO_NODES = [
+    "accelerate launch --config_file fsdp_configs/full_shard.yaml --num_machines 2 --machine_rank 0 --main_process_ip 192.0.2.1"
+    " --main_process_port 29511 --num_processes {}",
+    "torchrun --nnodes 2 --node_rank 0 --master_addr 192.0.2.1 --master_port 29511 --nproc_per_node {}",
+]
+
+
+@pytest.mark.parametrize(("launch", "right", "wrong"), [(TWO_NODES[0], 16, 18), (TWO_NODES[1], 8, 9)], ids=["accelerate", "torchrun"])
+def test_a_command_for_two_machines(
+    launch: str, right: int, wrong: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("harness.check_config.detect_machine", lambda environ=None: AMPERE)
+    run = ["harness/run_clm.py", "--model_type", "llama", "--tokenizer_name", "bytes", "--train_file", "README.md", "--output_dir", "out"]
+    assert main(["--", *launch.format(right).split(), *run]) == 0, capsys.readouterr().out
+    assert main(["--", *launch.format(wrong).split(), *run]) == 2
+    assert "9 processes on this machine, which has 8 cards" in capsys.readouterr().out
+
+
 def test_the_checks_import_no_torch() -> None:
     code = (
         "import sys; from harness.check_config import main; code = main(['--deepspeed', 'ds_configs/zero3.json', '--config_file',"
