@@ -13,17 +13,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from harness import cli, run_folder
 from harness.args import Arguments
 from tests.checking import AMPERE, ROOT
+from tests.cluster.manifests import problems
 from tests.launching import launch_environment
 
 # One worker of pytest-xdist: the small run below is made once.
 pytestmark = pytest.mark.xdist_group("readme")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Commands of container engines and clusters.
+CLUSTER = {"docker", "sbatch", "scancel", "kubectl"}
 EIGHT_GPUS = [f"GPU-{index}" for index in range(8)]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -69,7 +74,7 @@ def called_program(words: list[str]) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with the files that the commands name, in which README's Python example was run."""
     path = tmp_path_factory.mktemp("clone")
-    for name in ("harness", "launch", "ds_configs", "fsdp_configs"):
+    for name in ("harness", "launch", "ds_configs", "fsdp_configs", "docker"):
         (path / name).symlink_to(ROOT / name)
     lines = [json.dumps({"text": f"line {number} of a small corpus, long enough for a sample or two"}) for number in range(100)]
     (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
@@ -149,7 +154,7 @@ def check_start(words: list[str]) -> None:
     """A command that starts a script: parsed by its launcher, by our launcher and by the run's own rules, not executed."""
     from harness import check_config
     from harness.parsing import parse_args
-    from launch import run
+    from launch import cluster, run
     from launch.command import make_plan
 
     if words[0].startswith("launch/"):
@@ -160,6 +165,9 @@ def check_start(words: list[str]) -> None:
     which = str(Path(script).resolve().relative_to(ROOT))
     if which == "launch/run.py":
         options, rest = run.read_options(arguments)
+        if options.target != "local":
+            check_pods(cluster.manifests(options, rest))
+            return
         check_start(make_plan(options, rest, environ={}, physical=EIGHT_GPUS).command)
     elif which != "harness/run_clm.py":
         shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, timeout=60, check=True).stdout
@@ -174,8 +182,43 @@ def check_start(words: list[str]) -> None:
         assert code == 0, report.getvalue()
 
 
+def check_pods(documents: list[dict[str, Any]]) -> None:
+    """Manifests: nothing that Kubernetes would refuse, and the launcher's command in the pods is accepted."""
+    assert [problem for document in documents for problem in problems(document, "1.37")] == []
+    for document in documents:
+        if document["kind"] == "Job":
+            (container,) = document["spec"]["template"]["spec"]["containers"]
+            check_start(["python", "launch/run.py", *(word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in container["args"])])
+
+
+def check_cluster(words: list[str]) -> None:
+    """A command of a container engine or a cluster: its files are there, and what it makes the harness do is accepted."""
+    files = [words[index + 1] for index, word in enumerate(words) if word == "-f"]
+    assert all(Path(file).is_file() for file in files), files
+    if words[0] == "sbatch":
+        place = words.index("launch/slurm.sbatch")
+        check_start(["python", "launch/run.py", *words[place + 1 :]])
+    elif words[:2] == ["docker", "run"]:
+        place = words.index("harness:0.1.0")
+        assert words[place + 1] == "train"
+        check_start(["python", "harness/run_clm.py", *words[place + 2 :]])
+    elif words[:2] == ["kubectl", "apply"]:
+        check_pods([document for file in files for document in yaml.safe_load_all(Path(file).read_text())])
+    elif words[0] == "scancel":
+        assert words[1] == "--signal=USR1" and re.search(r"^trap .* USR1$", Path("launch/slurm.sbatch").read_text(), re.MULTILINE)
+    else:
+        assert words[:2] in (["docker", "build"], ["docker", "compose"], ["kubectl", "logs"]), words
+
+
+def test_commands_of_clusters_are_accepted(here: Path) -> None:
+    ran = [words for words in commands() if words[0] in CLUSTER]
+    assert {words[0] for words in ran} == CLUSTER
+    for words in ran:
+        check_cluster(words)
+
+
 def test_commands_that_start_training_are_accepted(here: Path) -> None:
-    starts = [words for words in commands() if words[0] not in ("bash", "harness")]
+    starts = [words for words in commands() if words[0] not in {"bash", "harness", *CLUSTER}]
     assert {called_program(words) for words in starts} >= {"deepspeed", "accelerate", "torchrun", "python script", "launch/fsdp.sh"}
     for words in starts:
         check_start(words)
@@ -192,6 +235,8 @@ def test_commands_that_start_training_are_accepted(here: Path) -> None:
         "launch/ddp.sh --num_gpus 9 --config run.yaml",
         "launch/fsdp.sh --num_gpus 4 --output_dir out --learnig_rate 1e-4",
         "python launch/example_lora.py --output_dir out --lora_rank 3",
+        "python launch/run.py --target k8s --node_rank 1 -- --config run.yaml",
+        "python launch/run.py --target k8s --engine fsdp -- --learnig_rate 1",
     ],
 )
 def test_a_wrong_command_would_be_noticed(here: Path, line: str) -> None:
@@ -239,6 +284,7 @@ def known_flags() -> set[str]:
 
     parsers = [_Parser().inner, _parser(), launch_command_parser()]
     flags = {option for parser in parsers for action in parser._actions for option in action.option_strings}
+    flags |= {"--signal", "--time"}  # scancel's and sbatch's
     for name in set(cli.available()) - {"train", "tokenize"}:
         for extra in [[], ["--gpus", "1GB"]] if name == "plan" else [[]]:
             with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
