@@ -393,7 +393,8 @@ TINY = "hidden_size=16,intermediate_size=24,num_hidden_layers=2,num_attention_he
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_made_from_scratch_is_kept_for_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("more", [{}, {"device_map": "cpu"}], ids=["ddp", "device_map"])
+def test_a_model_made_from_scratch_is_kept_for_its_adapters(more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -413,7 +414,7 @@ def test_a_model_made_from_scratch_is_kept_for_its_adapters(tmp_path: Path, monk
     monkeypatch.setattr(job, "_export", at_the_end)
     values = {"model_type": "llama", "config_overrides": TINY, "tokenizer_name": "bytes", "train_file": tmp_path / "a.txt"}
     values |= {"data_cache_dir": tmp_path / "cache", "output_dir": tmp_path / "out", "block_size": 32, "max_steps": 2, "lora_r": 2}
-    values |= {"per_device_train_batch_size": 2, "learning_rate": 0.01, "modules_to_save": "lm_head"}
+    values |= {"per_device_train_batch_size": 2, "learning_rate": 0.01, "modules_to_save": "lm_head", **more}
     assert main([token for name, value in values.items() for token in (f"--{name}", str(value))]) == 0
     checked = json.loads((tmp_path / "out/lora.json").read_text())
     assert (checked["is_consistent"], checked["expected_r"], checked["mismatched_layers"]) == (True, 2, [])

@@ -123,6 +123,10 @@ def run_seed(server: ForkServer, inputs: Path, engine: str, seed: int, reference
         outcome.problems.append(str(error))
         return outcome
     outcome.gone_s = time.monotonic() - killed_s
+    if outcome.plan.victim == "rank":
+        reason = json.loads((output / "exit.json").read_text())["reason"]
+        if reason != f"rank {outcome.plan.rank} was killed by signal 9 (SIGKILL)":
+            outcome.problems.append(f"exit.json says {reason}")
     again = server.start(command, size, folder / "life-2")
     codes = again.wait(LIFE_LIMIT_S)
     if codes != dict.fromkeys(range(size), 0):
