@@ -103,6 +103,7 @@ class Row:
             samples_per_step=self.micro * self.accumulation,
             num_local_processes=num_gpus,
             lora=self.lora_r is not None,
+            compiled_layers=self.compiled,
         )
 
     def request(self) -> dict[str, Any]:
@@ -195,11 +196,15 @@ def command(row: Row, num_gpus: int, output: Path, cache: Path) -> list[str]:
 
 
 class CardWatch(threading.Thread):
-    """The most memory of one card that NVML shows for the descendants of a process, until `stop()`, bytes; 0 without NVML."""
+    """The most memory of one card that NVML shows for the descendants of a process, until it is stopped, bytes; 0 without NVML.
 
-    def __init__(self, num_gpus: int, process_id: int) -> None:
+    `peak_bytes` is of its whole life, model loading and dry run included; `steady_bytes` from the first row of its log on.
+    """
+
+    def __init__(self, num_gpus: int, process_id: int, metrics: Path) -> None:
         super().__init__(daemon=True)
-        self.num_gpus, self.process_id, self.peak_bytes, self._over = num_gpus, process_id, 0, threading.Event()
+        self.num_gpus, self.process_id, self.metrics, self._over = num_gpus, process_id, metrics, threading.Event()
+        self.peak_bytes = self.steady_bytes = 0
 
     def run(self) -> None:
         try:
@@ -210,18 +215,19 @@ class CardWatch(threading.Thread):
             handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(self.num_gpus)]
             parent = psutil.Process(self.process_id)
             while not self._over.wait(0.1):
+                trains = self.metrics.exists() and '"train"' in self.metrics.read_text(encoding="utf-8")
                 own = {child.pid for child in parent.children(recursive=True)} | {self.process_id}
                 for handle in handles:
                     shown = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
                     used = sum(int(process.usedGpuMemory or 0) for process in shown if process.pid in own)
                     self.peak_bytes = max(self.peak_bytes, used)
+                    self.steady_bytes = max(self.steady_bytes, used if trains else 0)
         except Exception:  # no NVML, or the run has ended: the column keeps what was seen
             return
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._over.set()
         self.join()
-        return self.peak_bytes
 
 
 class Space:
@@ -277,7 +283,7 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
             cwd=ROOT,
             start_new_session=True,
         )
-        watch = CardWatch(num_gpus, process.pid)
+        watch = CardWatch(num_gpus, process.pid, output / "metrics.jsonl")
         watch.start()
         try:
             code: int | str = process.wait(timeout_s)
@@ -287,7 +293,7 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-    used = watch.stop()
+    watch.stop()
     metrics = output / "metrics.jsonl"
     records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
     train = [record for record in records if record.get("kind") == "train"]
@@ -297,7 +303,8 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
         "code": code,
         "seconds": round(time.monotonic() - started, 1),
         "allocated_gib": max((record.get("peak_memory_gib") or 0.0 for record in train), default=0.0),
-        "used_gib": round(used / GIB, 3),
+        "used_gib": round((watch.steady_bytes or watch.peak_bytes) / GIB, 3),
+        "used_at_start_gib": round(watch.peak_bytes / GIB, 3),
         "tokens_per_second_per_gpu": train[-1].get("tokens_per_second_per_gpu") if train else None,
         "out_of_memory": "out of memory" in text.lower(),
     }
@@ -358,6 +365,7 @@ def main() -> int:
     parser.add_argument("--timeout_s", type=float, default=180, help="for one run")
     parser.add_argument("--memory_share", type=float, default=1.0, help="of a card, for the runs side by side")
     parser.add_argument("--budget_s", type=float, default=1e9, help="no run is started after this many seconds")
+    parser.add_argument("--again", action="store_true", help="predict anew what --output holds, and start nothing")
     parser.add_argument("--predict_only", action="store_true", help="print the predictions and start nothing")
     options = parser.parse_args()
     started = time.monotonic()
@@ -365,7 +373,7 @@ def main() -> int:
 
     machine = detect_machine()
     num_gpus = options.num_gpus or len(machine.gpus) or 1
-    if not machine.gpus and not options.predict_only:
+    if not machine.gpus and not options.predict_only and not options.again:
         print("this machine has no GPU; --predict_only needs none", file=sys.stderr)
         return 2
     wanted = tuple(filter(None, options.only.split(",")))
@@ -375,7 +383,15 @@ def main() -> int:
     others = [row for row in kept["results"] if row.get("num_gpus") != num_gpus]
     done = {row["name"] for row in results}
     todo = [row for row in table if row.name not in done]
-    predicted = predictions(todo, num_gpus, max(1, machine.num_cpus // 2))
+    if options.again:
+        todo, again = [], [row for row in table if row.name in done]
+        predicted = predictions(again, num_gpus, max(1, machine.num_cpus // 2))
+        for result in results:
+            with_prediction(result, predicted[result["name"]], num_gpus)
+        kept["results"] = [*others, *results]
+        options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    else:
+        predicted = predictions(todo, num_gpus, max(1, machine.num_cpus // 2))
     facts = {"cards": [gpu.name for gpu in machine.gpus], "torch": torch.__version__, "command": " ".join(sys.argv)}
     folder = Path(tempfile.mkdtemp(prefix="memory-prediction-"))
     space = Space(int(machine.min_gpu_memory_bytes * options.memory_share))

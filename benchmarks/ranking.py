@@ -10,6 +10,7 @@ change would compile again. Prints a table last, and how much slower the planner
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -113,7 +114,8 @@ def predict(engine: Any, num_gpus: int, rows: list[dict[str, Any]], smoke: bool)
     from harness.step_time import Hardware
 
     sizes, sequence = shape(smoke)
-    run = RunShape(engine, num_gpus, sequence, samples_per_step=SAMPLES, num_local_processes=num_gpus)
+    liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
+    run = RunShape(engine, num_gpus, sequence, samples_per_step=SAMPLES, num_local_processes=num_gpus, fused_layers=liger)
     request = {
         "model_type": "llama",
         "config_overrides": sizes,

@@ -172,7 +172,8 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
 def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """Whole 16-bit weights; float32 master copies and states are sharded; stage 2 shards the reduced gradients too.
 
-    The update makes a flat copy of the shard's gradients and a float32 one. Offloaded, all of that lives on the host.
+    The update makes a flat copy of the shard's gradients, another one, and a float32 one (3.2B Llama and 1.7B Qwen3 on two H200s: within
+    1 % with both, 7 % too little with one). Offloaded, all of that lives on the host.
     """
     shards, trained, w = run.num_processes, shape.num_trainable, width(run)
     zero = run.zero.resolved(shape)
@@ -189,7 +190,7 @@ def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engin
         buffers=w * bucket * (2 if run.zero.overlap_comm else 1),
         reduce=w * largest,
         last_reduce=w * largest,
-        step=0 if offload else (w + 4) * trained / shards,
+        step=0 if offload else (2 * w + 4) * trained / shards,
         host=(states + 4 * trained / shards) if offload else 0,
     )
 

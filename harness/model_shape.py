@@ -324,6 +324,7 @@ class RunShape:
         optimizer: `--optim`.
         lora: the base model is frozen and kept in 16 bits; only adapters train.
         fused_layers: Liger's norms and feed-forward, which keep less.
+        compiled_layers: layers are compiled, and compute elementwise products again instead of keeping them.
         shard_group_size: FSDP ranks that share one copy; None is all of them (hybrid sharding gives fewer).
         reduce_in_float32: FSDP2 adds up gradients in float32.
         ddp_reducer: DDP sums gradients by torch's own reducer (`--no_oom_recovery`), whose buckets stay.
@@ -339,6 +340,7 @@ class RunShape:
     optimizer: str = "adamw_torch_fused"
     lora: bool = False
     fused_layers: bool = False
+    compiled_layers: bool = False
     shard_group_size: int | None = None
     reduce_in_float32: bool = True
     ddp_reducer: bool = False

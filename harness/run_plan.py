@@ -18,7 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harness.args import Arguments
+from harness.blocks import compile_backend
 from harness.candidates import Candidate, EnginePlan, Figure, Limits, pareto, plan_engine
 from harness.cards import card_bytes, card_of_size, hardware_of
 from harness.checkpoint_files import write_json
@@ -131,7 +134,8 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
     shards = None
     if engine == "fsdp" and (template := fsdp_template_of(args, environ)) is not None:
         shards = template.group_sizes(facts.num_processes, facts.num_local_processes)[1]
-    liger = args.model.use_liger_kernel is not False and not args.model.no_custom_kernels
+    compiled = bool(facts.gpu_name) and compile_backend(args.model, torch.device("cuda")) is not None
+    liger = args.model.use_liger_kernel is not False and not args.model.no_custom_kernels and not compiled
     return RunShape(
         engine=engine,
         num_processes=facts.num_processes,
@@ -142,6 +146,7 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
         optimizer=args.train.optim,
         lora=args.lora.lora_r is not None,
         fused_layers=bool(facts.gpu_name) and liger and importlib.util.find_spec("liger_kernel") is not None,
+        compiled_layers=compiled,
         shard_group_size=shards if shards != facts.num_processes else None,
         reduce_in_float32=args.train.reduce_dtype == "fp32",
         ddp_reducer=args.train.no_oom_recovery,
