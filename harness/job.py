@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import platform
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,26 @@ def agree(coordinator: Coordinator, function: Any, *args: Any) -> Any:
     return result
 
 
+def check_shared(folder: Path, coordinator: Coordinator, limit_s: float = 60.0) -> None:
+    """Every node must see what the main process has written into the run's folder: each writes its part of a checkpoint there.
+
+    Args:
+        limit_s: how long a network file system may take to show it.
+
+    Raises:
+        UserError: on all ranks, where a node does not.
+    """
+    mark = coordinator.broadcast(run_folder.mark_of(folder) if coordinator.is_main_process else "")
+    is_blind = coordinator.is_local_main_process and not run_folder.shows_mark(folder, mark, limit_s)
+    blind = [node for node in coordinator.gather(platform.node() if is_blind else None) if node is not None]
+    if blind:
+        raise user_error(
+            "--output_dir",
+            f"{folder} on {', '.join(blind)} is another folder than on the first node",
+            "a folder on a disk that all nodes share",
+        )
+
+
 def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: contextlib.ExitStack) -> None:
     """Takes the run's folder: lock, refusal of other runs, log files. Errors are the same on all ranks."""
 
@@ -83,6 +104,8 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
         return findings
 
     findings = agree(coordinator, take)
+    if coordinator.num_local_processes < coordinator.num_processes:
+        check_shared(folder, coordinator)
     setup_logging(folder, debug=args.train.debug)
     for finding in findings:
         log.warning("%s", finding.line())

@@ -99,9 +99,26 @@ def locked(folder: Path) -> Iterator[None]:
                 "wait, or use another folder",
             ) from None
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {platform.node()}")
+        file.write(f"pid {os.getpid()} on {platform.node()} since {time.time():.3f}")
         file.flush()
         yield
+
+
+def mark_of(folder: Path) -> str:
+    """What the job that has the folder has written into it: who it is."""
+    return (folder / ".lock").read_text(encoding="utf-8")
+
+
+def shows_mark(folder: Path, mark: str, limit_s: float) -> bool:
+    """Whether this node sees the mark of the job, at the latest after the limit."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        with contextlib.suppress(OSError):
+            if mark_of(folder) == mark:
+                return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.5)
 
 
 def is_taken(folder: Path) -> bool:

@@ -18,6 +18,8 @@ from typing import Any
 
 from launch.command import DEFAULT_PORT, ROOT, LaunchError, Options, script_value
 
+# Of each node, as in launch/k8s.
+DEFAULT_GPUS = 8
 KINDS = ("job", "trainjob", "pytorchjob")
 # Below terminationGracePeriodSeconds of the manifests.
 POD_GRACE_S = 100.0
@@ -64,9 +66,9 @@ def node_options(options: Options) -> list[str]:
 def slurm_command(options: Options, script_args: Sequence[str]) -> list[str]:
     """The sbatch command of a run."""
     check(options)
-    command = ["sbatch", f"--job-name={options.name}", f"--nodes={options.num_nodes}"]
+    command = ["sbatch", f"--job-name={options.name}", f"--nodes={options.num_nodes}", f"--export=ALL,HARNESS_ROOT={ROOT}"]
     if script_value(script_args, "use_cpu") is None:
-        command.append(f"--gpus-per-node={options.num_processes or 8}")
+        command.append(f"--gpus-per-node={options.num_processes or DEFAULT_GPUS}")
     return [*command, *options.sbatch_arg, str(ROOT / "launch/slurm.sbatch"), *node_options(options), "--", *script_args]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -158,3 +160,55 @@ def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = everybody([FACTS, changed()], 1, silent=1)
     assert isinstance(heard[0], coordination.PeerFailedError)
     assert "comparing the nodes failed on rank 0: wait timeout: ['node_facts/0', 'node_facts/1']" in str(heard[0])
+
+
+# ---- the run's folder
+
+
+@dataclasses.dataclass
+class OneOfTwo:
+    """A rank of a job on two nodes, whose coordinator has heard the other ranks already."""
+
+    process_index: int
+    is_local_main_process: bool
+    mark: str
+    others: list[str | None]
+
+    @property
+    def is_main_process(self) -> bool:
+        return self.process_index == 0
+
+    def broadcast(self, value: str) -> str:
+        return value if self.is_main_process else self.mark
+
+    def gather(self, value: str | None) -> list[str | None]:
+        return [value, *self.others]
+
+
+def test_a_folder_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) -> None:
+    from harness import job, run_folder
+
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    for folder in (shared, own):
+        folder.mkdir()
+    with run_folder.locked(shared):
+        mark = run_folder.mark_of(shared)
+        assert mark.startswith(f"pid {os.getpid()} on ")
+        job.check_shared(shared, OneOfTwo(0, True, "", [None]), 0.1)  # type: ignore[arg-type]
+        job.check_shared(shared, OneOfTwo(1, True, mark, [None]), 0.1)  # type: ignore[arg-type]
+        job.check_shared(own, OneOfTwo(1, False, mark, [None]), 0.1)  # type: ignore[arg-type]  # its node's first process looks
+        (own / ".lock").write_text("pid 1 on another")
+        for coordinator in (OneOfTwo(1, True, mark, [None]), OneOfTwo(0, True, mark, ["b"])):
+            folder = own if coordinator.process_index else shared
+            with pytest.raises(UserError, match=r"--output_dir.*is another folder than on the first node"):
+                job.check_shared(folder, coordinator, 0.1)  # type: ignore[arg-type]
+
+
+def test_a_slow_network_disk_is_waited_for(tmp_path: Path) -> None:
+    from harness import run_folder
+
+    late = threading.Timer(0.3, lambda: (tmp_path / ".lock").write_text("pid 5 on a"))
+    late.start()
+    assert run_folder.shows_mark(tmp_path, "pid 5 on a", 10.0)
+    assert not run_folder.shows_mark(tmp_path, "pid 6 on a", 0.0)
+    late.join()

@@ -30,11 +30,12 @@ def test_the_command_from_the_launchers_arguments() -> None:
     line = "--target slurm --name big --num_nodes 4 --num_processes 2 --engine zero3 --template zero3_offload --sbatch_arg=--time=9:00:00"
     options, script_args = run.read_options([*shlex.split(line), "--", "--output_dir", "my out"])
     assert shlex.join(cluster.slurm_command(options, script_args)) == (
-        f"sbatch --job-name=big --nodes=4 --gpus-per-node=2 --time=9:00:00 {SCRIPT}"
+        f"sbatch --job-name=big --nodes=4 --export=ALL,HARNESS_ROOT={ROOT} --gpus-per-node=2 --time=9:00:00 {SCRIPT}"
         " --engine zero3 --template zero3_offload --num_processes 2 -- --output_dir 'my out'"
     )
-    options, script_args = run.read_options(["--target", "slurm", "--num_processes", "2", "--", "--use_cpu"])
-    assert "--gpus-per-node=8" not in cluster.slurm_command(options, script_args)
+    for flags, gpus in (([], ["--gpus-per-node=8"]), (["--use_cpu"], [])):
+        options, script_args = run.read_options(["--target", "slurm", "--", *flags])
+        assert [word for word in cluster.slurm_command(options, script_args) if word.startswith("--gpus")] == gpus
 
 
 # ---- the script, without Slurm ----
