@@ -159,6 +159,8 @@ def _combination_problems(args: Arguments) -> Iterator[Finding]:
             yield _error("warmup_ratio", "and --warmup_steps were both given", "keep one of the two")
     if args.data.streaming and train.max_steps < 0:
         yield _error("max_steps", "is missing: nobody knows how many steps an epoch of a stream has", "give --max_steps with --streaming")
+    if args.lora.load_in_4bit and (args.model.model_type or args.model.config_name):
+        yield _error("load_in_4bit", "is for a model that has its weights; one made from scratch has none to keep", "leave it out")
     if train.bf16_full_eval and train.fp16_full_eval:
         yield _error("bf16_full_eval", "and --fp16_full_eval were both given", "keep one")
     if train.deepspeed and train.fsdp:

@@ -16,8 +16,7 @@ from tests.checking import run_findings
 
 HAS_PACKAGE = importlib.util.find_spec("bitsandbytes") is not None
 needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="bitsandbytes is not installed")
-TINY = "hidden_size=64,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2"
-FLAGS = "--lora_r 4 --load_in_4bit"
+FLAGS = "--model_name_or_path gpt2 --lora_r 4 --load_in_4bit"
 
 torch.set_num_threads(1)
 
@@ -46,13 +45,15 @@ def test_engines_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_turns_off_and_needs() -> None:
-    common = ["--model_type", "llama", "--output_dir", "out", "--load_in_4bit"]
+    common = ["--model_name_or_path", "gpt2", "--output_dir", "out", "--load_in_4bit"]
     args = parse_args([*common, "--lora_r", "4"])
     assert (args.model.torch_compile, args.train.auto_memory) == (False, "off")
     assert parse_args([*common, "--lora_r", "4", "--auto_memory", "on"]).train.auto_memory == "on"
     for more, message in [([], "--load_in_4bit: has no effect without adapters"), (["--lora_r", "4", "--use_dora"], "--use_dora: needs")]:
         with pytest.raises(UserError, match=message):
             parse_args([*common, *more])
+    with pytest.raises(UserError, match="--load_in_4bit: is for a model that has its weights"):
+        parse_args(["--model_type", "llama", "--output_dir", "out", "--lora_r", "4", "--load_in_4bit"])
 
 
 @needs_package
