@@ -456,14 +456,19 @@ def log_choice(model: nn.Module, choice: MapChoice, free: Mapping[Device, int]) 
     """Logs the decisions, and each device with its capacity and what it gets; at debug level every module."""
     for decision in choice.decisions:
         log.info("device map: %s", decision)
-    for line in placement_lines(model, choice, free):
+    names: dict[Device, str] = {}
+    if torch.cuda.is_available():
+        names = {card: torch.cuda.get_device_name(card) for card in free if isinstance(card, int) and card < torch.cuda.device_count()}
+    for line in placement_lines(model, choice, free, names):
         log.info(line)
     for name, device in choice.device_map.items():
         log.debug("%s on %s", name or "everything", device)
 
 
-def placement_lines(model: nn.Module, choice: MapChoice, free: Mapping[Device, int]) -> list[str]:
-    """One line a device: "GPU 0: 58.32 GB [embedding + layers 0-7]"; cards without a part are listed too."""
+def placement_lines(
+    model: nn.Module, choice: MapChoice, free: Mapping[Device, int], names: Mapping[Device, str] | None = None
+) -> list[str]:
+    """One line a device: "GPU 0: 58.32 GB [embedding + layers 0-7] NVIDIA H200"; cards without a part are listed too."""
     parts: dict[Device, list[str]] = {card: [] for card in free}
     for device, share in choice.report.devices.items():
         parts.setdefault(device, []).extend(share.components)
@@ -471,5 +476,6 @@ def placement_lines(model: nn.Module, choice: MapChoice, free: Mapping[Device, i
     for device, names in parts.items():
         what = describe_components(model, names)
         title = f"GPU {device}" if isinstance(device, int) else device
-        lines.append(f"{title}: {free[device] / GB:.2f} GB [{what}]" if device in free else f"{title}: [{what}]")
+        line = f"{title}: {free[device] / GB:.2f} GB [{what}]" if device in free else f"{title}: [{what}]"
+        lines.append(f"{line} {(names or {}).get(device, '')}".rstrip())
     return lines

@@ -356,6 +356,7 @@ def test_one_line_a_card() -> None:
     assert lines[0].startswith("GPU 0: 58.32 GB [embedding + rotary_emb + layers 0-")
     assert lines[1].startswith("GPU 1: 24.00 GB [layers ") and lines[1].endswith("-11 + norm + head]")
     assert lines[2] == "GPU 2: 1.00 GB [nothing]"
+    assert placement_lines(model, choice, free, {2: "NVIDIA L4"}) == [*lines[:2], "GPU 2: 1.00 GB [nothing] NVIDIA L4"]
 
 
 def test_a_plan_needs_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
