@@ -473,8 +473,8 @@ def placement_lines(
     for device, share in choice.report.devices.items():
         parts.setdefault(device, []).extend(share.components)
     lines = []
-    for device, names in parts.items():
-        what = describe_components(model, names)
+    for device, held in parts.items():
+        what = describe_components(model, held)
         title = f"GPU {device}" if isinstance(device, int) else device
         line = f"{title}: {free[device] / GB:.2f} GB [{what}]" if device in free else f"{title}: [{what}]"
         lines.append(f"{line} {(names or {}).get(device, '')}".rstrip())
