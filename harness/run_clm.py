@@ -180,6 +180,8 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
         run_folder.record_exit(folder, WRONG_INPUT, run_folder.explain(error), 0, started_s)
+    else:  # the launcher of another node learns it from its own processes
+        run_folder.record_exit(None, WRONG_INPUT, run_folder.explain(error), int(os.environ["RANK"]), started_s)
     return WRONG_INPUT
 
 

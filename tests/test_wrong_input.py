@@ -188,3 +188,15 @@ def test_nan_loss_is_skipped_or_stops(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(AssertionError, match=r"os._exit\(1\)"):
         main(command(tmp_path, max_steps=4, logging_steps=1, nan_policy="stop", output_dir=tmp_path / "out2"))
     assert json.loads((tmp_path / "out2" / "exit.json").read_text())["code"] == 1
+
+
+def test_the_launcher_of_each_node_learns_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a second node too, where the run's folder may be another one."""
+    from harness import run_clm
+
+    monkeypatch.setenv("HARNESS_EXIT_FILE", str(tmp_path / "told.json"))
+    monkeypatch.setenv("RANK", "3")
+    assert run_clm.main(["--output_dir", str(tmp_path / "out"), "--learnig_rate", "1"]) == 2
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert (told["code"], told["rank"]) == (2, 3) and "--learnig_rate" in told["reason"]
+    assert not (tmp_path / "out").exists()
