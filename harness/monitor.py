@@ -488,7 +488,7 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
             f"{_number(card.get('power_w'))} W   {_number(card.get('temperature_c'))} C{flag}"
         )
     for event in status["events"]:
-        details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "time_s", "event"))
+        details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "time_s", "event", "life_began_s"))
         lines.append(f"event {event.get('event')}: {details}")
     if status["exit"]:
         lines.append(f"exit code {status['exit'].get('code')}: {status['exit'].get('reason', '')}")

@@ -45,7 +45,8 @@ PLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loss_scale": ("loss scale", ("loss_scale",)),
 }
 _FIRST_COLUMNS = ("step", "epoch", "loss", "eval_loss", "grad_norm", "learning_rate", "tokens_per_second_per_gpu", "mfu", "peak_memory_gib")
-_NOT_COLUMNS = frozenset({"kind", "source", "rank", "time_s", "max_steps", "superseded"})
+_NOT_COLUMNS = frozenset({"kind", "source", "rank", "time_s", "max_steps", "superseded", "life_began_s"})
+_NOT_SAID = frozenset({"event", "kind", "time_s", "source", "life_began_s"})
 _EXIT_CODES: dict[int, str] = {
     -9: " (SIGKILL: often the kernel's out-of-memory killer)",
     -11: " (segmentation fault)",
@@ -242,7 +243,7 @@ def first_failure(failures: Sequence[Failure], roots: Sequence[tuple[int | None,
 
 
 def _identity(row: Row) -> str:
-    return to_json_line({name: value for name, value in sorted(row.items()) if name not in ("rank", "time_s")})
+    return to_json_line({name: value for name, value in sorted(row.items()) if name not in ("rank", "time_s", "life_began_s")})
 
 
 def _once(rows: Iterable[Row], run: RunLog) -> list[Row]:
@@ -371,10 +372,18 @@ def to_json(runs: Sequence[RunLog]) -> str:
                 "num_superseded": run.num_superseded,
                 "num_bad_lines": run.num_bad_lines,
                 "differences": run.differences,
-                "summary": strict(summarize(run.records)),
+                "summary": strict(_summary(run)),
             }
         )
     return json.dumps({"runs": result}, ensure_ascii=False, allow_nan=False, indent=1)
+
+
+def _summary(run: RunLog) -> dict[str, Any]:
+    """In order of time, where all rows have one: a run's events say when its lives began."""
+    rows = [*run.records, *({**event, "kind": "event"} for event in run.events)]
+    if all("time_s" in row for row in rows):
+        rows.sort(key=lambda row: row["time_s"])
+    return summarize(rows)
 
 
 def format_run(run: RunLog, max_rows: int = 30) -> str:
@@ -418,7 +427,7 @@ def _failure_text(failure: Failure) -> str:
 
 def _event_text(row: Row) -> str:
     head = str(row.get("event", ""))
-    rest = ", ".join(f"{name}={_cell(value)}" for name, value in row.items() if name not in ("event", "kind", "time_s", "source"))
+    rest = ", ".join(f"{name}={_cell(value)}" for name, value in row.items() if name not in _NOT_SAID)
     return f"{head} {rest}".strip()
 
 

@@ -528,3 +528,17 @@ def test_plots(tmp_path: Path) -> None:
 def test_curves_hold_exactly_the_finite_points(tmp_path: Path) -> None:
     run = parse_text("step 1 loss 3.0\nstep 2 loss nan\nstep 4 loss 1.0\n", "r")
     assert parse_log.curves([run], ("loss",)) == [("r", [1.0, 4.0], [3.0, 1.0])]
+
+
+def test_lives_of_a_run_are_told_apart(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "train", "time_s": 100.0, "step": 1, "loss": 2.0},
+        {"kind": "train", "time_s": 110.0, "step": 2, "loss": 1.5},
+        {"kind": "event", "event": "resume", "time_s": 1005.0, "step": 2, "life_began_s": 1000.0},
+        {"kind": "train", "time_s": 1020.0, "step": 3, "loss": 1.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = parse_run(tmp_path)
+    summary = json.loads(to_json([run]))["runs"][0]["summary"]
+    assert (summary["wall_time_s"], summary["life_wall_time_s"], summary["num_lives"], summary["num_events"]) == (30.0, 20.0, 2, 1)
+    assert "resume step=2" in parse_log.format_run(run) and "life_began_s" not in parse_log.format_run(run)
