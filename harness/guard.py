@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import guard_line
+from harness import cgroups, guard_line
 from harness.guard_line import die_with_parent
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
 
@@ -92,26 +92,6 @@ def launchers_above(pid: int) -> list[tuple[int, str]]:
 def is_alive(pid: int, started: str) -> bool:
     entry = parent_of(pid)
     return entry is not None and entry[1] == started
-
-
-def num_kernel_kills() -> int:
-    """Processes of this cgroup that the kernel has killed for memory so far; 0 where it does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                places = [Path("/sys/fs/cgroup") / path.lstrip("/") / "memory.events", Path("/sys/fs/cgroup/memory.events")]
-            elif "memory" in controllers.split(","):
-                base = Path("/sys/fs/cgroup/memory")
-                places = [base / path.lstrip("/") / "memory.oom_control", base / "memory.oom_control"]
-            else:
-                continue
-            for place in filter(Path.is_file, places):
-                for entry in place.read_text().splitlines():
-                    name, _, value = entry.partition(" ")
-                    if name == "oom_kill":
-                        return int(value)
-    return 0
 
 
 class Child(Protocol):
@@ -196,7 +176,7 @@ class Guard:
                 environment |= {"MASTER_PORT": str(self.ruling.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         self.ruling, self.cause, self.reported = None, None, False
         self.leave_at_s = self.kill_at_s = None
-        self.num_kernel_kills = num_kernel_kills()
+        self.num_kernel_kills = cgroups.num_kernel_kills()
         self.line = ours
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._hear_child(ours))
         self.child = self.start_child(environment, (theirs.fileno(), *self.held.values()))
@@ -273,7 +253,7 @@ class Guard:
         """A lack of memory that the child reported or the kernel ended it for."""
         if code == RELAUNCH:
             return self.cause or {"phase": "unknown"}
-        if code == -signal.SIGKILL and self.kill_at_s is None and num_kernel_kills() > self.num_kernel_kills:
+        if code == -signal.SIGKILL and self.kill_at_s is None and cgroups.num_kernel_kills() > self.num_kernel_kills:
             return {"phase": "unknown", "memory": "host", "failure": "killed by the kernel: the memory limit of the container or machine"}
         return None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from harness import cgroups
+
 GIB = 1024**3
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-_CGROUP_USED = ("memory.current", "memory.usage_in_bytes")  # beside each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,7 @@ def detect_machine(environ: Mapping[str, str] | None = None) -> Machine:
     return Machine(
         gpus=_gpus(environ),
         num_cpus=len(os.sched_getaffinity(0)),
-        host_memory_bytes=min([psutil.virtual_memory().total, *_container_limits()]),
+        host_memory_bytes=min([psutil.virtual_memory().total, *(group.limit_bytes for group in cgroups.memory_groups())]),
         cpu_has_fp16=_cpu_has_fp16(),
     )
 
@@ -77,26 +76,11 @@ def _cpu_has_fp16() -> bool:
     return "avx512_fp16" in flags or "avx_ne_convert" in flags
 
 
-def _container_limits() -> list[int]:
-    limits = []
-    for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is none
-            limits.append(int(path.read_text()))
-    return limits
-
-
 def free_host_bytes() -> int:
     """Memory that a job on this host may still take: what the machine has free, or what is left of the container's limit."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    for path, used_name in zip(_CGROUP_LIMITS, _CGROUP_USED, strict=True):
-        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-            limit, used = int(path.read_text()), int(path.with_name(used_name).read_text())
-            statistics = path.with_name("memory.stat").read_text().split()
-            cached = dict(zip(statistics[::2], statistics[1::2], strict=False))
-            free = min(free, limit - used + int(cached.get("inactive_file", 0)))
-    return max(0, free)
+    return min([int(psutil.virtual_memory().available), *(group.free_bytes for group in cgroups.memory_groups())])
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from harness import check_arguments as argument_rules
+from harness.cgroups import MemoryGroup
 from harness.check_config import check_run
 from harness.machine import GIB, Gpu, Machine, detect_machine, visible
 from harness.parsing import parse_args
@@ -355,14 +356,13 @@ def test_visible_cards_follow_cudas_rules() -> None:
 
 
 def test_this_machine_is_described(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("1073741824\n")
-    monkeypatch.setattr("harness.machine._CGROUP_LIMITS", (limit, tmp_path / "none"))
+    limits = [MemoryGroup(1073741824, 1000)]
+    monkeypatch.setattr("harness.cgroups.memory_groups", lambda: limits)
     machine = detect_machine({"CUDA_VISIBLE_DEVICES": ""})
     assert (machine.gpus, machine.num_cpus, machine.host_memory_bytes) == ((), len(os.sched_getaffinity(0)), 1073741824)
     flags = set(Path("/proc/cpuinfo").read_text().split())
     assert machine.cpu_has_fp16 == bool(flags & {"avx512_fp16", "avx_ne_convert"})
-    limit.write_text("max\n")
+    limits.clear()
     assert detect_machine({"CUDA_VISIBLE_DEVICES": ""}).host_memory_bytes > 1073741824 or os.environ.get("CI")
     assert Machine().supports_bf16 and not VOLTA.supports_bf16 and VOLTA.min_gpu_memory_bytes == 16 * GIB
 

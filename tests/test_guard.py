@@ -210,7 +210,7 @@ def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path
             return -9
 
     kills = iter([3, 4, 4, 5])
-    monkeypatch.setattr(guard, "num_kernel_kills", lambda: next(kills))
+    monkeypatch.setattr(guard.cgroups, "num_kernel_kills", lambda: next(kills))
     monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: Ended())
     monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
     monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)

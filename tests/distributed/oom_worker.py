@@ -36,7 +36,16 @@ class Injector:
         self.counts[place] = self.counts.get(place, 0) + 1
         if (place, self.counts[place]) in self.wanted:
             print(f"[test] rank {self.rank} out of memory in {place}", flush=True)
+            if place == "host-memory":
+                take_host_memory()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (injected)")
+
+
+def take_host_memory() -> None:
+    """Takes the memory of the host, page by page, until the kernel ends this process."""
+    blocks = []
+    while True:
+        blocks.append(bytearray(b"1") * 2**26)
 
 
 def hook_model(module: Any, injector: Injector, compiled: bool) -> None:
@@ -84,6 +93,7 @@ def install(injector: Injector) -> None:
         engine = recovery.engine
         hook_model(engine.module, injector, getattr(getattr(engine, "blocks", None), "is_compiled", False))
         wrap(engine, "step", "update", injector)
+        wrap(engine, "step", "host-memory", injector)
         wrap(engine, "save", "save", injector)
         if engine.name == "ddp" and engine.check is not None:
             wrap(engine, "_sum_gradients", "reduce-buffer", injector)
