@@ -271,10 +271,12 @@ class Passage:
 
     def _place(self, value: Tensor, device: Device, before: Device, started: list[tuple[Tensor, Any]]) -> Tensor:
         """An argument where the part can use it, cut off from the stretch that made it."""
-        if not self.cut:
-            return _to_card(value, device)
         if (known := self._moved.get((id(value), device))) is not None:
             return known[1]  # a leaf, which later stretches may use too: its gradient is complete when its own stretch goes backward
+        if not self.cut:
+            if (moved := _to_card(value, device)) is not value:
+                self._moved[id(value), device] = (value, moved)
+            return moved
         maker = self._maker(value)
         where = self.copies.device_of(value)
         if where is None:  # a label: of the stretch that made it, and what needs no gradient has come along with the rest
