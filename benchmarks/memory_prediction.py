@@ -303,6 +303,8 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
         "code": code,
         "seconds": round(time.monotonic() - started, 1),
         "allocated_gib": max((record.get("peak_memory_gib") or 0.0 for record in train), default=0.0),
+        "reserved_gib": max((record.get("peak_reserved_gib") or 0.0 for record in train), default=0.0),
+        "phases": [line.strip() for line in text.splitlines() if "; GPU memory" in line],
         "used_gib": round((watch.steady_bytes or watch.peak_bytes) / GIB, 3),
         "used_at_start_gib": round(watch.peak_bytes / GIB, 3),
         "tokens_per_second_per_gpu": train[-1].get("tokens_per_second_per_gpu") if train else None,

@@ -44,11 +44,25 @@ log = logging.getLogger("harness")
 
 @contextlib.contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Logs start, end and duration of a part of the job."""
+    """Logs start, end and duration of a part of the job, and what the allocator then holds of a GPU."""
     started = time.monotonic()
     log.info("%s: start", name)
     yield
-    log.info("%s: done in %.1f s", name, time.monotonic() - started)
+    log.info("%s: done in %.1f s%s", name, time.monotonic() - started, _memory_text())
+
+
+def _memory_text() -> str:
+    """Memory of the current card; empty where there is none in use."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return ""
+    sizes = (
+        torch.cuda.memory_allocated(),
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.memory_reserved(),
+        torch.cuda.max_memory_reserved(),
+    )
+    held, peak, reserved, most = (size / 2**30 for size in sizes)
+    return f"; GPU memory {held:.2f} GiB, at most {peak:.2f}, with the allocator's reserve {reserved:.2f} and {most:.2f}"
 
 
 def agree(coordinator: Coordinator, function: Any, *args: Any) -> Any:

@@ -149,9 +149,10 @@ class StepWatch:
         loss_sum = float(self.loss_sum)
         device = self.coordinator.device
         elapsed_s = time.monotonic() - self.started - self.excluded_s
-        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        on_card = device.type == "cuda"
+        peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)] if on_card else [0, 0]
         total_loss = self.coordinator.sum([loss_sum], "loss of the log")[0]
-        peak = self.coordinator.max([float(peak_bytes)], "peak memory")[0]
+        peak, reserved = self.coordinator.max([float(each) for each in peaks], "peak memory")
         rate = self.num_input_tokens / elapsed_s / self.coordinator.num_processes
         by_source = {} if self.sources is None else self.sources.read(self.coordinator)
         return {
@@ -162,7 +163,10 @@ class StepWatch:
             "mfu": round(rate * self.flops_per_token / self.peak_flops, 4) if self.peak_flops else None,
             "step_time_s": round(elapsed_s / self.num_steps, 6),
             "peak_memory_gib": round(peak / 2**30, 3) if peak else None,
-            "extra": {f"loss/{name}": loss for name, loss in by_source.items()},
+            "extra": {
+                **({"peak_reserved_gib": round(reserved / 2**30, 3)} if reserved else {}),
+                **{f"loss/{name}": loss for name, loss in by_source.items()},
+            },
         }
 
 
