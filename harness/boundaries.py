@@ -307,6 +307,11 @@ class Passage:
         number = value.grad_fn._sequence_nr()
         return next((index for index in range(len(self.stretches) - 1, 0, -1) if self.stretches[index].first_node <= number), 0)
 
+    def end_forward(self) -> None:
+        """Lets go of what only the forward asks for; what backward needs is in the crossings and the graph, and goes stretch by stretch."""
+        self._moved.clear()
+        self._made_in.clear()
+
     def close(self) -> None:
         """Lets go of every tensor, and of the micro-batch, which would otherwise wait for the garbage collector together."""
         self.pause = None

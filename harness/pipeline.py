@@ -148,6 +148,7 @@ class _MicroBatch:
                 del error  # its traceback holds this frame, and this frame must not hold it: both would keep the failed tensors
         if self.forward_done:
             self._join()
+            self.passage.end_forward()
             self.position = len(self.passage.stretches) - 1
             self.next_device = self.passage.stretches[-1].device
         return stretch.cost

@@ -402,6 +402,23 @@ def test_nothing_of_a_step_waits_for_the_garbage_collector() -> None:
         handle.remove()
 
 
+def test_a_stretch_lets_go_of_what_it_kept_when_its_backward_is_done() -> None:
+    model = _model("llama")
+    pipeline = Pipeline(model, _map(model, 2), blocks_at_once=1)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    alive: list[list[bool]] = []
+    for layer in (1, 2, 3):
+        model.model.layers[layer].register_forward_pre_hook(lambda _module, args: kept.append(weakref.ref(args[0])))
+        model.model.layers[layer - 1].register_full_backward_pre_hook(lambda *_: alive.append([one() is not None for one in kept]))
+    gc.disable()
+    try:
+        pipeline.run([lambda: _loss(model, _batches()[0])])
+    finally:
+        gc.enable()
+    # Inputs of blocks 1, 2, 3, when backward reaches block 2, 1, 0: of the blocks behind it, none is left.
+    assert alive == [[True, True, False], [True, False, False], [False, False, False]]
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model = _model("gpt2")
     before = {name: type(module) for name, module in model.named_modules()}
