@@ -65,6 +65,7 @@ def test_losses_are_those_of_plain_training(tmp_path: Path, depth: str) -> None:
     assert "one process, map cpu" in mapped.describe()
 
 
+@pytest.mark.slow
 def test_compiled_layers_lose_as_plain_ones(tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
