@@ -1,0 +1,131 @@
+"""Builds docker/Dockerfile on a base of our own making, with no daemon and no image from elsewhere: buildah in a chroot; needs root.
+
+The base is a minimal Debian with a compiler, and the torch of the Python that runs the tests.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.launching import ROOT
+
+PROGRAMS = ["buildah", "podman", "runc", "mmdebstrap"]
+PACKAGES = ["buildah", "podman", "runc", "crun", "mmdebstrap"]
+PYTHON = (3, 11)  # Debian 12's
+_BASE = """\
+FROM scratch
+ADD base.tar /
+COPY packages /usr/local/lib/python3.11/dist-packages
+"""
+# How the image's pip reaches what pip reaches here.
+_OF_PIP = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf"]
+
+
+class Images:
+    """Images in a store of their own.
+
+    Args:
+        folder: for the store and everything that is made on the way; some GB.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "overlay"]
+
+    def make_base(self) -> str:
+        """Returns the base's name."""
+        context = self.folder / "base"
+        context.mkdir(parents=True)
+        system = "python3,python3-venv,python3-dev,g++,ca-certificates"
+        _run(["mmdebstrap", "--quiet", "--variant=minbase", f"--include={system}", "bookworm", str(context / "base.tar")], timeout_s=900)
+        link_package("torch", context / "packages", set())
+        (context / "Containerfile").write_text(_BASE)
+        self._build("localhost/harness-test-base", [str(context)])
+        shutil.rmtree(context)
+        return "localhost/harness-test-base"
+
+    def build(self, base: str) -> str:
+        """Builds docker/Dockerfile. Returns the image's name."""
+        arguments = ["--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DS_ACCELERATOR=cpu"]
+        mounts = [word for path in _OF_PIP if Path(path).exists() for word in ("--volume", f"{path}:{path}:ro")]
+        ignore = ["--ignorefile", str(ROOT / "docker/Dockerfile.dockerignore")]
+        self._build("localhost/harness-test", [*arguments, *mounts, *ignore, "--file", str(ROOT / "docker/Dockerfile"), str(ROOT)])
+        return "localhost/harness-test"
+
+    def _build(self, name: str, words: Sequence[str]) -> None:
+        _run(["buildah", *self.store, "bud", "--isolation", "chroot", "--pull-never", "--format", "docker", "--tag", name, *words], 3000)
+
+    def run(self, options: Sequence[str], image: str, *words: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
+        """A container of this machine's network, with limits that a process without privileges may set."""
+        limits = ["--ulimit", "nofile=20000:20000", "--ulimit", "nproc=4096:4096", "--network", "host"]
+        command = [
+            "podman",
+            *self.store,
+            "--runtime",
+            "runc",
+            "--cgroup-manager",
+            "cgroupfs",
+            "run",
+            "--rm",
+            *limits,
+            *options,
+            image,
+            *words,
+        ]
+        return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Removes everything, mounts too."""
+        subprocess.run(["buildah", *self.store, "rm", "--all"], capture_output=True)
+        subprocess.run(["podman", *self.store, "rmi", "--all", "--force"], capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def problem() -> str | None:
+    """Why an image cannot be built here; None where it can."""
+    if os.geteuid() != 0:
+        return "building an image in a chroot needs root"
+    if sys.version_info[:2] != PYTHON:
+        return f"the base has Python {PYTHON[0]}.{PYTHON[1]}, and takes torch from the Python that runs the tests"
+    return None
+
+
+def link_package(name: str, target: Path, seen: set[str]) -> None:
+    """Makes a folder with hard links to an installed package's files, and to those of what it requires."""
+    if name in seen:
+        return
+    seen.add(name)
+    try:
+        package = importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:  # of another platform, or an extra
+        return
+    for file in package.files or []:
+        source = Path(str(package.locate_file(file))).resolve()
+        if ".." not in file.parts and source.is_file():
+            link = target / file
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.exists():
+                _link(source, link)
+    for line in package.requires or []:
+        required = re.match(r"[\w.-]+", line)
+        if required and "extra ==" not in line:
+            link_package(re.sub(r"[-_.]+", "-", required[0]).lower(), target, seen)
+
+
+def _link(source: Path, link: Path) -> None:
+    try:
+        os.link(source, link)
+    except OSError:  # another file system
+        shutil.copy2(source, link)
+
+
+def _run(command: list[str], timeout_s: float) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout_s)
+    assert done.returncode == 0, f"{command[:2]} ended with {done.returncode}\n{done.stdout[-4000:]}"
