@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINES = ("auto", "zero1", "zero2", "zero3", "fsdp", "ddp", "device_map")
 ALIASES = {"config": "config_file", "num_gpus": "num_processes", "nproc": "num_processes", "nproc_per_node": "num_processes"}
 DEFAULT_PORT = 29500
+# Settings of libraries that a run has on all machines or on none.
+_HANDED_ON = ("HF_", "GLOO_", "TORCH", "PYTORCH_", "TOKENIZERS_", "OMP_", "DS_", "TRITON_", "XDG_CACHE_", "CUBLAS_")
 
 
 class LaunchError(ValueError):
@@ -63,7 +65,7 @@ class Plan:
         notes: what the user should know, one line each.
         output_dir: where the run writes, if its arguments say so.
         must_report: the script writes exit.json, so a missing one means that it failed.
-        files: files that must be there when it starts, with their text.
+        files: files of its own that must be there while it runs, with their text.
     """
 
     command: list[str]
@@ -206,10 +208,13 @@ class _Builder:
                 self.plan.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
         self.plan.command = [*command, self.script, *self.script_args]
         self._environment(self._processes_per_machine or num_processes)
+        if self._over_ssh:
+            self._hand_on_environment()
         self._warn_of_misplaced_options()
         return self.plan
 
     _processes_per_machine = 0
+    _over_ssh = False
 
     def _check_options(self, engine: str, num_processes: int) -> None:
         options = self.options
@@ -284,6 +289,8 @@ class _Builder:
             command += ["--hostfile", options.hostfile]
             if options.node_rank is not None:  # started on each machine by itself
                 command += ["--no_ssh", "--node_rank", str(options.node_rank)]
+            else:
+                self._over_ssh = True
             if options.num_nodes > 1:
                 command += ["--num_nodes", str(options.num_nodes)]
             if options.num_processes:
@@ -313,9 +320,26 @@ class _Builder:
             asked = self.environ.get("CUDA_VISIBLE_DEVICES")
             raise LaunchError(f"CUDA_VISIBLE_DEVICES={asked}: deepspeed on several machines takes the first cards of each")
         text = "".join(f"node{number} slots={num_processes}\n" for number in range(self.options.num_nodes))
-        path = Path(tempfile.gettempdir()) / f"harness-hosts-{os.getuid()}-{self.options.num_nodes}x{num_processes}"
+        path = Path(tempfile.gettempdir()) / f"harness-hosts-{os.getpid()}"
         self.plan.files[path] = text
         return path
+
+    def _hand_on_environment(self) -> None:
+        """Over ssh, deepspeed hands on variables of Python and NCCL, and those of one file: the rest of a run's settings go there.
+
+        Not what a name says is secret: the values show in the process lists of all machines.
+        """
+        given = Path(self.environ.get("DS_ENV_FILE", ".deepspeed_env"))
+        files = [folder / given for folder in (Path.home(), Path.cwd()) if (folder / given).is_file()]
+        lines = [line for file in dict.fromkeys(files) for line in file.read_text(encoding="utf-8").splitlines()]
+        named = {line.partition("=")[0].strip() for line in lines}
+        for name, value in sorted({**self.environ, **self.plan.environ}.items()):
+            secret = re.search(r"TOKEN$|KEY|SECRET|PASSWORD|CREDENTIAL", name)
+            if name.startswith(_HANDED_ON) and name not in named and name != "DS_ENV_FILE" and not secret and "\n" not in value:
+                lines.append(f"{name}={value}")
+        path = Path(tempfile.gettempdir()) / f"harness-environment-{os.getpid()}"
+        self.plan.files[path] = "".join(f"{line}\n" for line in lines if "=" in line)
+        self.plan.environ["DS_ENV_FILE"] = str(path)
 
     def _accelerate(self, num_processes: int) -> list[str]:
         options = self.options

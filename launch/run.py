@@ -259,20 +259,22 @@ def start(plan: Plan, options: Options) -> int:
     """Runs the plan to its end. Returns the exit code."""
     if options.num_nodes > 1 and (address := options.master_addr or os.environ.get("MASTER_ADDR")):
         wait_for_name(address)
-    for path, text in plan.files.items():  # another launcher on this machine may be reading the same one
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
     exit_before = read_exit_file(plan.output_dir)
     environ = {name: value for name, value in os.environ.items() if name not in plan.unset} | plan.environ
     with tempfile.TemporaryDirectory(prefix="harness-launch-") as folder:
         # A run with a wrong flag has no folder of its own to leave its code in.
         environ["HARNESS_EXIT_FILE"] = str(Path(folder) / EXIT_FILE)
         try:
+            for path, text in plan.files.items():
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w", encoding="utf-8") as file:
+                    file.write(text)
             ended = processes.Job(plan.command, environ, options.grace_s).run()
         except OSError as error:
             print(f"launch: error: cannot start {plan.command[0]}: {error.strerror}", file=sys.stderr)
             return 2
+        finally:
+            for path in plan.files:
+                path.unlink(missing_ok=True)
         told = read_exit_file(Path(folder))
     if ended.num_killed:
         print(f"launch: {ended.num_killed} process(es) did not stop and were killed", file=sys.stderr)

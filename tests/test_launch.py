@@ -230,6 +230,47 @@ def test_deepspeed_over_several_machines(script: Path, tmp_path: Path) -> None:
     assert shlex.join(plan.command[1:-3]) == f"--hostfile {hosts} --master_addr 192.0.2.1 --master_port {port}"
     plan = plan_of(f"--engine zero2 --hostfile {hosts} --node_rank 1 --master_addr 192.0.2.1 --master_port {port} -- {DS}", FOUR, script)
     assert shlex.join(plan.command[3:6]) == "--no_ssh --node_rank 1"
+    assert plan.files == {}
+
+
+def test_deepspeed_on_machines_that_are_started_by_themselves(script: Path) -> None:
+    line = f"--engine zero3 --num_nodes 3 --node_rank 2 --master_addr 192.0.2.1 --master_port 29511 -- {DS}"
+    plan = plan_of(line, FOUR, script)
+    ((path, text),) = plan.files.items()
+    assert text == "node0 slots=4\nnode1 slots=4\nnode2 slots=4\n"
+    part = f"--hostfile {path} --no_ssh --node_rank 2 --master_addr 192.0.2.1 --master_port 29511"
+    assert shlex.join(launcher_part(plan, script)[1:]).replace("PORT", "29511") == part
+    with pytest.raises(LaunchError, match="CUDA_VISIBLE_DEVICES=2,3: deepspeed on several machines takes the first cards"):
+        plan_of(line, FOUR, script, {"CUDA_VISIBLE_DEVICES": "2,3"})
+
+
+def test_over_ssh_the_environment_goes_along(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, home = tmp_path / "hosts", tmp_path / "home"
+    hosts.write_text("a slots=4\nb slots=4\n")
+    home.mkdir()
+    monkeypatch.setattr(Path, "home", lambda: home)
+    monkeypatch.chdir(tmp_path)
+    (home / ".deepspeed_env").write_text("HF_HOME=/mine\n\n")
+    environ = {"HF_HOME": "/shell", "HF_TOKEN": "secret", "GLOO_SOCKET_IFNAME": "eth0", "PATH": "/bin", "OMP_NUM_THREADS": "3"}
+    plan = plan_of(f"--engine zero2 --hostfile {hosts} --master_addr 192.0.2.1 --master_port 29511 -- {DS}", FOUR, script, environ)
+    ((path, text),) = plan.files.items()
+    assert plan.environ["DS_ENV_FILE"] == str(path)
+    assert dict(line.split("=") for line in text.splitlines()) == {
+        "HF_HOME": "/mine",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "3",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+
+
+def test_files_of_a_plan_are_there_while_it_runs(tmp_path: Path) -> None:
+    plan = Plan(["cat", str(tmp_path / "file")], files={tmp_path / "file": "text"})
+    assert run.start(plan, Options()) == 0
+    assert not (tmp_path / "file").exists()
+    plan.command[1] += "-that-is-not-there"
+    assert run.start(plan, Options()) == 1
 
 
 def test_deepspeeds_json_comes_from_the_launchers_config(script: Path, tmp_path: Path) -> None:
