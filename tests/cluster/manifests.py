@@ -8,6 +8,7 @@ no longer changes, is checked against the fields written down here, from the API
 
 from __future__ import annotations
 
+import functools
 import typing
 from typing import Any
 
@@ -35,13 +36,23 @@ def problems(document: dict[str, Any], version: str) -> list[str]:
 
 
 def _core(document: dict[str, Any], version: str) -> list[str]:
-    import kubernetes_validate
+    error = next(_validator(document["apiVersion"], document["kind"], version).iter_errors(document), None)
+    return [] if error is None else [f"{'.'.join(map(str, error.path))}: {error.message}"]
 
-    try:
-        kubernetes_validate.validate(document, version, strict=True)
-    except kubernetes_validate.ValidationError as error:
-        return [f"{'.'.join(map(str, error.path))}: {error.message}"]
-    return []
+
+@functools.cache
+def _validator(api_version: str, kind: str, version: str) -> Any:
+    """The strict schema of a kind. `kubernetes_validate.validate` would read it anew for each document, which takes most of its time."""
+    from jsonschema.validators import Draft202012Validator
+    from kubernetes_validate.utils import all_versions, schema_contents
+    from referencing import Registry, Resource
+
+    (release,) = {each for each in all_versions() if each.startswith(f"{version}.")}
+    folder = f"kubernetes-json-schema/v{release}-local-strict"
+    schema = schema_contents(f"{folder}/{kind.lower()}-{api_version.replace('/', '-')}.json", version)
+    definitions = schema_contents(f"{folder}/_definitions.json", version)
+    registry: Any = Resource.from_contents(definitions) @ Registry()
+    return Draft202012Validator(schema, registry=Resource.from_contents(schema) @ registry)
 
 
 def _trainer(document: dict[str, Any], version: str) -> list[str]:

@@ -266,13 +266,15 @@ def test_two_nodes_under_each_launcher(cluster_of_two: slurm.Slurm, reference: d
 
 
 @pytest.mark.slow
-def test_a_signal_saves_queues_again_and_goes_on(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
-    job = SlurmRun(cluster_of_two, reference, "signal", "fsdp")
+@pytest.mark.parametrize("receiver", [[], ["--batch"]], ids=["the tasks, as by hand", "the script, as before the time limit"])
+def test_a_signal_saves_queues_again_and_goes_on(cluster_of_two: slurm.Slurm, reference: dict[str, Any], receiver: list[str]) -> None:
+    job = SlurmRun(cluster_of_two, reference, f"signal{len(receiver)}", "fsdp")
     job.until_step(4)
-    cluster_of_two.tell("scancel", "--signal=USR1", job.number)
+    cluster_of_two.tell("scancel", "--signal=USR1", *receiver, job.number)
     resumed = [event for event in job.finished() if event["event"] == "resume"]
     assert len(resumed) == 1 and 4 <= resumed[0]["step"] < STEPS
     assert cluster_of_two.job(job.number)["Restarts"] == "1" and "queued again" in job.log()
+    assert ("signal USR1: saving" in job.log()) == bool(receiver)
 
 
 @pytest.mark.slow
