@@ -136,6 +136,7 @@ class TrainArguments:
     reduce_dtype: str = _choice("fp32", ["fp32", "bf16"], "FSDP2: precision in which gradients are summed over processes.")
     activation_checkpointing: str = _choice("none", ["none", "selective", "full"], "Recompute activations in backward.")
     gradient_checkpointing: Optional[bool] = _field(None, "Same as --activation_checkpointing full.")
+    activation_offload: bool = _field(False, "What activation checkpointing keeps waits in host memory for backward.")
     loss_chunk_size: int = _field(1024, "Tokens whose logits exist at once in the loss; 0: all at once.")
     nan_policy: str = _choice("skip", ["skip", "stop"], "An update with a NaN or infinite gradient: skip it, or stop the run.")
     auto_memory: str = _choice(

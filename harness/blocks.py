@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from harness.activation_offload import HostActivations
 from harness.args import ModelArguments
 from harness.compiling import Compiled, missing_for_compile
 from harness.findings import user_error
@@ -64,18 +65,27 @@ def _options(mode: str) -> dict[str, Any]:
     return {"use_reentrant": False} | ({"context_fn": selective_contexts} if mode == "selective" else {})
 
 
-def set_activation_checkpointing(model: Any, mode: str) -> None:
+def set_activation_checkpointing(model: Any, mode: str, host: HostActivations | None = None) -> None:
     """Turns activation checkpointing "none", "selective" or "full" on the model's blocks, by transformers' own switch.
+
+    Args:
+        host: what checkpointing keeps of a block's input waits there.
 
     Raises:
         UserError: the architecture does not support it.
     """
-    function = functools.partial(checkpoint, **_options(mode))
+    function: Callable[..., Any] = functools.partial(checkpoint, **_options(mode))
+    if host is not None:
+        function = functools.partial(_checkpointed_on_host, host, function)
     try:
         model._set_gradient_checkpointing(enable=mode != "none", gradient_checkpointing_func=function)
     except ValueError:
         if mode != "none":
             raise user_error("--activation_checkpointing", f"{type(model).__name__} does not support it", "use none") from None
+
+
+def _checkpointed_on_host(host: HostActivations, function: Callable[..., Any], block: Callable[..., Any], *args: Any) -> Any:
+    return host.call(functools.partial(function, block), *args)
 
 
 def compile_backend(args: ModelArguments, device: torch.device) -> str | None:
@@ -112,20 +122,25 @@ class Blocks:
         self.units = [unit for _, unit in layer_units(model) if "forward" not in vars(unit)]
         self.mode = "none"
         self.made: dict[tuple[Any, str], Compiled] = {}
+        self.host: HostActivations | None = None
 
     @property
     def is_compiled(self) -> bool:
         return self.backend is not None and bool(self.units)
 
-    def set_checkpointing(self, mode: str) -> None:
+    def set_checkpointing(self, mode: str, offload: bool = False) -> None:
         """ "none", "selective" or "full", from the next forward on.
+
+        Args:
+            offload: the inputs of blocks, which checkpointing keeps, wait in host memory for their backward.
 
         Raises:
             UserError: the architecture does not support it.
         """
         self.mode = mode
+        self.host = HostActivations(next(self.model.parameters()).device) if offload and mode != "none" else None
         if not self.is_compiled:
-            set_activation_checkpointing(self.model, mode)
+            set_activation_checkpointing(self.model, mode, self.host)
             return
         # Inside the compiled code, where the compiler sees what is kept; transformers' own switch would be outside.
         set_activation_checkpointing(self.model, "none")
@@ -133,7 +148,10 @@ class Blocks:
             function = _own_forward(unit)
             if (function, mode) not in self.made:
                 self.made[function, mode] = self._compiled(function, mode, type(unit).__name__)
-            unit.forward = types.MethodType(self.made[function, mode], unit)
+            forward: Callable[..., Any] = self.made[function, mode]
+            if self.host is not None:
+                forward = functools.partial(self.host.call, forward)
+            unit.forward = types.MethodType(forward, unit)
 
     def _compiled(self, function: Callable[..., Any], mode: str, name: str) -> Compiled:
         assert self.backend is not None
@@ -149,7 +167,7 @@ class Blocks:
         self.backend = None
         for unit in self.units:
             unit.__dict__.pop("forward", None)
-        set_activation_checkpointing(self.model, self.mode)
+        set_activation_checkpointing(self.model, self.mode, self.host)
 
 
 def _own_forward(unit: nn.Module) -> Callable[..., Any]:

@@ -411,6 +411,11 @@ def _no_effect_findings(args: Arguments, engine: str) -> Iterator[Finding]:
             yield Finding("info", f"--{name}", f"has no effect with the {engine} engine", "remove it")
     if "gpu_memory" in args.typed and engine == "device_map":
         yield Finding("warning", "--gpu_memory", "has no effect on a device map", f"--max_memory {args.train.gpu_memory}")
+    if args.train.activation_offload and engine == "device_map":
+        yield Finding("error", "--activation_offload", "a device map has no offload of activations", "remove it")
+    elif args.train.activation_offload and args.train.activation_checkpointing == "none":
+        problem = "has no effect without activation checkpointing: it moves what that keeps"
+        yield Finding("error", "--activation_offload", problem, "--activation_checkpointing full")
     if "nvme_path" in args.typed and engine != "zero":
         yield Finding("warning", "--nvme_path", f"has no effect with the {engine} engine", "--deepspeed ds_configs/zero3_nvme.json")
 

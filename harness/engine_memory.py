@@ -87,6 +87,13 @@ def width(run: RunShape) -> int:
     return 4 if run.precision == "fp32" else 2
 
 
+def offloaded_input_bytes(settings: MemorySettings, run: RunShape, hidden_size: int) -> float:
+    """Of each block, what waits in host memory for its backward: its input, in float32 under autocast."""
+    if not settings.activation_offload or settings.activation_checkpointing == "none":
+        return 0.0
+    return float(settings.micro_batch_size * run.block_size * hidden_size * (2 if run.weights == "bf16" else 4))
+
+
 def engine_memory(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """The engine's share of one rank."""
     functions = {"ddp": _ddp, "device_map": _device_map, "fsdp": _fsdp, "zero1": _zero12, "zero2": _zero12, "zero3": _zero3}

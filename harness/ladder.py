@@ -23,7 +23,7 @@ class MemorySettings:
         micro_batch_size: samples of a step that go through the model at once, per rank.
         activation_checkpointing: "none", "selective" (attention and every second matmul are kept), or "full".
         loss_chunk_size: tokens whose logits are alive at once in the loss; 0 computes all logits of a micro-batch.
-        activation_offload: saved activations live in host memory between forward and backward.
+        activation_offload: what activation checkpointing keeps of a block, its input, waits in host memory for backward.
         reshard_after_forward: FSDP2 frees a layer's gathered weights after its forward.
         reduce_bucket_size: DeepSpeed's `reduce_bucket_size` in elements; None leaves the template's.
         prefetch_bucket_size: DeepSpeed's `stage3_prefetch_bucket_size` in elements; None leaves the template's.
@@ -138,8 +138,9 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
 
     Args:
         words: "micro_batch" (halves it), "micro_batch=N", "gradient_checkpointing", "activation_checkpointing=selective|full",
-            "reshard_after_forward", "in_flight_micro_batches=N", "loss_chunk_size=N", "optimizer_offload[=share]", "param_offload", and
-            DeepSpeed's "reduce_bucket_size=N", "stage3_prefetch_bucket_size=N", "stage3_max_live_parameters=N".
+            "activation_offload" (with activation checkpointing), "reshard_after_forward", "in_flight_micro_batches=N",
+            "loss_chunk_size=N", "optimizer_offload[=share]", "param_offload", and DeepSpeed's "reduce_bucket_size=N",
+            "stage3_prefetch_bucket_size=N", "stage3_max_live_parameters=N".
         start: the settings in force.
 
     Raises:
@@ -168,7 +169,7 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
 def _not_a_rung(word: str, error: Exception) -> Finding:
     reason = f" ({error})" if isinstance(error, ValueError) else ""
     fix = (
-        "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, reshard_after_forward,"
+        "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, activation_offload, reshard_after_forward,"
         " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
         " stage3_max_live_parameters=N or in_flight_micro_batches=N"
     )
@@ -205,7 +206,9 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
         if value not in ("selective", "full"):
             raise ValueError("selective or full")
         return {name: value}
-    if name == "reshard_after_forward" and not equals:
+    if name in ("reshard_after_forward", "activation_offload") and not equals:
+        if name == "activation_offload" and above.activation_checkpointing == "none" and above.micro_batch_size != _UNBOUNDED:
+            raise ValueError("there is no activation checkpointing at that place")
         return {name: True}
     if name in _COUNTS:
         return {_COUNTS[name]: int(float(value))}  # 5e8 is how these are written in DeepSpeed's own files

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.engine_memory import GIB, engine_memory, optimizer_bytes, width
+from harness.engine_memory import GIB, engine_memory, offloaded_input_bytes, optimizer_bytes, width
 from harness.findings import Finding, UserError, user_error
 from harness.ladder import MemorySettings
 from harness.model_shape import Measured, RunShape, at, top
@@ -186,21 +186,19 @@ class _Step:
             per_token = 3.0 * self.shape.hidden_size + 4.0 * self.shape.intermediate_size
         self.saving = self.batch * run.block_size * per_token
         self.everything_kept = settings.activation_checkpointing == "none"
+        self.input_offloaded = offloaded_input_bytes(settings, run, measured.shape.hidden_size)
         self.accumulated = self.engine.growing_gradients * self.shape.num_trainable
         # From the second micro-batch on, the gradients of the first are all there.
         self.before = self.accumulated if run.samples_per_step > self.batch else 0.0
 
     def kept(self, name: str, kind: int) -> float:
         """What a layer leaves on the card: `name` is forward_kept or backward_kept."""
-        if self.settings.activation_offload:
-            return 0.0
-        return self.in_flight * (at(getattr(self.layers.layers[kind], name), self.batch) - (self.saving if self.everything_kept else 0.0))
+        own = at(getattr(self.layers.layers[kind], name), self.batch) - (self.saving if self.everything_kept else 0.0)
+        return self.in_flight * max(0.0, own - self.input_offloaded)
 
     def offloaded_bytes(self) -> float:
         """Saved activations that wait in host memory."""
-        if not self.settings.activation_offload:
-            return 0.0
-        return self.in_flight * sum(at(self.layers.layers[kind].backward_kept, self.batch) for kind in self.kinds)
+        return self.in_flight * self.input_offloaded * len(self.kinds)
 
     def phase(self, name: str, **parts: float) -> Phase:
         engine = self.engine
@@ -209,7 +207,7 @@ class _Step:
             "gradients": engine.gradients,
             "optimizer": engine.optimizer,
             "buffers": engine.buffers,
-            "workspace": float(WORKSPACE_BYTES),
+            "workspace": WORKSPACE_BYTES + 2 * self.input_offloaded,  # two inputs are on their way
         }
         for key, value in parts.items():
             values[key] = values.get(key, 0.0) + value

@@ -50,7 +50,7 @@ RELEASED: tuple[tuple[str, ...], ...] = (
 
 
 # What a running engine can change.
-IN_PLACE = {"micro_batch_size", "activation_checkpointing", "reshard_after_forward", "in_flight_micro_batches"}
+IN_PLACE = {"micro_batch_size", "activation_checkpointing", "activation_offload", "reshard_after_forward", "in_flight_micro_batches"}
 
 
 # CUDA, cuBLAS and NCCL together take less outside the allocator; more belongs to other processes on the card.
@@ -182,6 +182,8 @@ def probe_request(args: Arguments, run: RunShape) -> dict[str, Any]:
 def pinned_settings(args: Arguments, asked: MemorySettings) -> set[str]:
     """Settings that the user gave, on the command line or in a template; "auto" in a template is nobody's choice."""
     pinned = {"optimizer_offload", "param_offload", "loss_chunk_size"}
+    if asked.activation_offload:  # without checkpointing it would move nothing
+        pinned.add("activation_checkpointing")
     if "per_device_train_batch_size" in args.typed:
         pinned.add("micro_batch_size")
     if {"activation_checkpointing", "gradient_checkpointing"} & args.typed or asked.activation_checkpointing != "none":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-from harness.engine_memory import optimizer_bytes, width
+from harness.engine_memory import offloaded_input_bytes, optimizer_bytes, width
 from harness.ladder import MemorySettings
 from harness.model_shape import Measured, RunShape, at
 
@@ -184,7 +184,6 @@ def _offload(settings: MemorySettings, measured: Measured, run: RunShape, hardwa
             states = 2 * (4 + optimizer_bytes(run)) * shape.num_trainable / shards
             seconds += states * run.num_local / hardware.nvme_bandwidth
     if settings.activation_offload:
-        layers = measured.layer_memory(run.weights, settings.activation_checkpointing)
-        moved = 2 * sum(at(layers.layers[kind].backward_kept, settings.micro_batch_size) for kind in shape.kind_of_layer)
+        moved = 2 * len(shape.kind_of_layer) * offloaded_input_bytes(settings, run, shape.hidden_size)
         seconds += num_micro * max(0.0, moved / hardware.pcie_bandwidth - 0.8 * compute)
     return seconds

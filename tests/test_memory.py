@@ -611,7 +611,7 @@ def test_a_name_on_the_hub_is_no_folder_that_does_not_exist(name: str, is_path: 
         raise OSError(f"{source} is not in the cache")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", not_here)
-    with pytest.raises(UserError, match="does not exist" if is_path else "is not in the cache"):
+    with pytest.raises(UserError, match="does not exist" if is_path else "nor in the cache"):
         load_config(ModelArguments(model_name_or_path=name))
 
 

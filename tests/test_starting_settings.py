@@ -86,7 +86,10 @@ def test_without_a_card_nothing_is_planned_unless_one_is_made_up(tmp_path: Path)
     made_up = job_facts(arguments(gpu_memory="20GiB"), "fsdp", Alone(), **ask)  # type: ignore[arg-type]
     assert made_up is not None
     assert (made_up.gpu_bytes, made_up.gpu_name, made_up.host_bytes) == (20 * GIB, "", None)
-    assert job_facts(arguments(gpu_memory="20GiB", auto_memory="off"), "fsdp", Alone(), **ask) is None  # type: ignore[arg-type]
+    off = arguments(gpu_memory="20GiB", auto_memory="off")  # known all the same: the end of a ladder speaks of it
+    assert job_facts(off, "fsdp", Alone(), **ask) == made_up  # type: ignore[arg-type]
+    start = choose_start(off, "fsdp", tmp_path, Alone(), block_size=2048, num_parameters=1000, facts=made_up)  # type: ignore[arg-type]
+    assert start.plan is None
 
 
 def test_a_restart_goes_on_where_the_run_had_come_down_to(tmp_path: Path) -> None:

@@ -69,12 +69,14 @@ def initial_settings(args: Arguments, engine: str) -> MemorySettings:
         micro_batch_size=args.train.per_device_train_batch_size,
         activation_checkpointing=args.train.activation_checkpointing,  # type: ignore[arg-type]
         loss_chunk_size=args.train.loss_chunk_size,
+        activation_offload=args.train.activation_offload,
     )
     if engine == "fsdp":
         template = fsdp_template_of(args, os.environ)
         assert template is not None
         offload = "cpu" if template.cpu_offload else "none"
         settings = settings.replace(reshard_after_forward=template.reshard_after_forward, param_offload=offload)
+        settings = settings.replace(activation_offload=settings.activation_offload or template.activation_offload)
     elif engine == "device_map":
         settings = settings.replace(in_flight_micro_batches=args.maps.in_flight_micro_batches)
     elif engine == "zero":

@@ -45,7 +45,7 @@ class DdpEngine:
         self.module: Any = fill(build.empty_model, self.device, broadcast=self._broadcast)
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
         install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
-        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
@@ -174,11 +174,11 @@ class DdpEngine:
             yield name, parameter.detach()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing"}
+        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload"}
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        self.blocks.set_checkpointing(settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         self.settings = settings
         return True
 

@@ -113,7 +113,7 @@ class FsdpEngine:
         self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
         install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
-        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
@@ -240,11 +240,11 @@ class FsdpEngine:
             yield name, cast(DTensor, parameter.detach().to(self.device)).full_tensor()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing", "reshard_after_forward"}
+        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload", "reshard_after_forward"}
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        self.blocks.set_checkpointing(settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         if "reshard_after_forward" in changed:
             self.module.set_reshard_after_forward(settings.reshard_after_forward)
         self.settings = settings

@@ -135,7 +135,7 @@ class ZeroEngine:
         whole_blocks = self._gather_whole_blocks()
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device) if whole_blocks else None)
         install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
-        self.blocks.set_checkpointing(build.settings.activation_checkpointing)
+        self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         optimizer = None if "optimizer" in ds_config else self._build_optimizer()
         scheduler = None
         if "scheduler" not in ds_config:
@@ -454,11 +454,11 @@ class ZeroEngine:
                 yield name, parameter.detach().clone()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing"}
+        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload"}
         changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
         if not changed <= reachable:
             return False
-        self.blocks.set_checkpointing(settings.activation_checkpointing)
+        self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         self.engine.set_train_micro_batch_size(settings.micro_batch_size)
         self.settings = settings
         return True

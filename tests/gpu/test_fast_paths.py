@@ -87,6 +87,41 @@ def test_gradients_do_not_depend_on_checkpointing(alone: Any, compiled: bool) ->
     check_modes(alone, "--torch_compile", str(compiled))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_of_blocks_wait_on_the_host(alone: Any, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import activation_offload
+
+    monkeypatch.setattr(activation_offload, "_LEAST_BYTES", 0)
+    flags = ["--activation_checkpointing", "full", "--torch_compile", str(compiled)]
+    stays = gradients(alone, "full", *flags[2:])
+    made = build(alone, "ddp", *flags, "--activation_offload")
+    for _ in range(3):  # the host's memory is used again
+        made.module.zero_grad(set_to_none=True)
+        made.forward_backward(batch(), 1020)
+    assert made.blocks.host.num_saved == 3 * 4 * 2 and made.blocks.host.num_fetched == 3 * 2 * 2
+    for parameter, expected in zip(made.module.parameters(), stays, strict=True):
+        assert float((parameter.grad - expected).norm() / expected.norm()) < 1e-3
+
+
+def test_offloaded_inputs_take_less_of_the_card(alone: Any) -> None:
+    from harness.activation_offload import HostActivations
+
+    layers = [torch.nn.Linear(2048, 2048, device="cuda") for _ in range(12)]
+    host = HostActivations(torch.device("cuda"))
+    peaks = []
+    for offload in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        start, hidden = torch.cuda.memory_allocated(), torch.randn(8192, 2048, device="cuda", requires_grad=True)
+        for layer in layers:
+            block = lambda value, layer=layer: torch.utils.checkpoint.checkpoint(lambda x: layer(x).sin(), value, use_reentrant=False)  # noqa: E731
+            hidden = host.call(block, hidden) if offload else block(hidden)
+        hidden.sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - start)
+    assert peaks[1] < 0.7 * peaks[0], peaks
+
+
 def test_compiled_layers_train_like_plain_ones(alone: Any) -> None:
     plain = losses(build(alone, "fsdp", "--fsdp", "full_shard", "--no_custom_kernels"))
     compiled = build(alone, "fsdp", "--fsdp", "full_shard")
