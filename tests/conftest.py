@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Tests that start real launchers, which run one at a time on a machine.
-STARTS_RANKS = ("tests/distributed/", "tests/faults/test_signals.py", "tests/test_launch.py", "tests/cluster/test_slurm.py")
+if TYPE_CHECKING:
+    from tests.faults.fork_ranks import ForkServer
+
+# Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run.
+ONE_WORKER = {
+    "ranks": ("tests/distributed/", "tests/faults/", "tests/test_launch.py", "tests/cluster/test_s"),
+    "readme": ("tests/test_readme.py",),
+}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Tests that start ranks share one worker of pytest-xdist, so that no other one waits for them: several ranks fill a small machine.
 
+    By fork, too: two jobs at once are no faster on two cores, and one server of forks is enough.
     By the scheduler, not by `xdist_group`: pytest 9.2 does not let pytest-xdist 3.8 write the group into a test's name.
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForRanks(LoadScopeScheduling):
+    class OneWorkerEach(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if nodeid.startswith(STARTS_RANKS) else nodeid
+            return next((name for name, paths in ONE_WORKER.items() if nodeid.startswith(paths)), nodeid)
 
-    return OneWorkerForRanks(config, log)
+    return OneWorkerEach(config, log)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """Starts jobs by fork, for what does not depend on the launcher."""
+    from tests.faults.fork_ranks import ForkServer
+
+    with ForkServer() as running:
+        yield running
 
 
 @pytest.fixture(autouse=True)

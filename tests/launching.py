@@ -268,6 +268,16 @@ def run_on_nodes(
         return [launch.finish(timeout_s) for launch in launches]
 
 
+def output_dir_of(script_args: Sequence[str]) -> Path | None:
+    """The last `--output_dir` among the arguments."""
+    found = None
+    for index, token in enumerate(script_args):
+        name, _, value = token.partition("=")
+        if name in ("--output_dir", "--output-dir"):
+            found = Path(value or script_args[index + 1])
+    return found
+
+
 def run_launcher(
     kind: Kind,
     num_processes: int,
@@ -285,10 +295,5 @@ def run_launcher(
         output_dir: where exit.json and metrics.jsonl are read; found in `script_args` when not given.
         options: see `launched`.
     """
-    if output_dir is None:
-        flags = [token.split("=", 1) for token in script_args]
-        for index, flag in enumerate(flags):
-            if flag[0] in ("--output_dir", "--output-dir"):
-                output_dir = Path(flag[1] if len(flag) == 2 else script_args[index + 1])
-    with launched(kind, num_processes, script_args, output_dir=output_dir, **options) as launch:
+    with launched(kind, num_processes, script_args, output_dir=output_dir or output_dir_of(script_args), **options) as launch:
         return launch.finish(timeout_s)

@@ -24,8 +24,6 @@ from tests.checking import AMPERE, ROOT
 from tests.cluster.manifests import problems
 from tests.launching import launch_environment
 
-# One worker of pytest-xdist: the small run below is made once.
-pytestmark = pytest.mark.xdist_group("readme")
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Commands of container engines and clusters.
 CLUSTER = {"docker", "sbatch", "scancel", "kubectl"}

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.launching import ROOT, Result, run_launcher
+from tests.faults.fork_ranks import ForkServer
+from tests.launching import Result
 
-WORKER = ROOT / "tests" / "distributed" / "oom_worker.py"
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -26,7 +26,7 @@ CONFIG = {
 }
 
 
-def run(folder: Path, name: str, num_processes: int, injected: str = "", **flags: Any) -> Result:
+def run(server: ForkServer, folder: Path, name: str, num_processes: int, injected: str = "", **flags: Any) -> Result:
     values = {
         "config_name": folder / "config.json",
         "tokenizer_name": "bytes",
@@ -45,14 +45,13 @@ def run(folder: Path, name: str, num_processes: int, injected: str = "", **flags
     tokens = [token for key, value in values.items() for token in (f"--{key}", str(value))]
     # Without guards only what the same processes can take is on the ladder.
     environ = {"HARNESS_CACHE": str(folder / "harness"), "HARNESS_TEST_OOM": injected, "HARNESS_NO_GUARD": "1"}
-    kind = "torchrun" if num_processes > 1 else "python"
-    return run_launcher(kind, num_processes, tokens, script=WORKER, extra_env=environ)  # type: ignore[arg-type]
+    return server.run(tokens, num_processes, folder / f"{name}-life", environment=environ)
 
 
-def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
+def test_the_plan_is_taken_and_changes_no_loss(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(300)))
-    planned = run(tmp_path, "planned", 2, "backward:1:3", fsdp="full_shard")  # the dry run is over by then
+    planned = run(server, tmp_path, "planned", 2, "backward:1:3", fsdp="full_shard")  # the dry run is over by then
     assert planned.returncode == 0, planned.stdout
     plan = json.loads((tmp_path / "planned/plan.json").read_text())
     settings = plan["chosen"]["settings"]
@@ -74,7 +73,7 @@ def test_the_plan_is_taken_and_changes_no_loss(tmp_path: Path) -> None:
     assert {name: below[0][name] for name in ladder["now"]} == ladder["now"] != settings
     assert planned.rows[-1]["micro_batch_size"] == ladder["now"]["micro_batch_size"]
 
-    heard = run(tmp_path, "heard", 1, auto_memory="suggest", per_device_train_batch_size=16)
+    heard = run(server, tmp_path, "heard", 1, auto_memory="suggest", per_device_train_batch_size=16)
     assert heard.returncode == 0, heard.stdout
     assert "suggested, not taken (--auto_memory on takes it): --per_device_train_batch_size" in heard.stdout
     assert {row["micro_batch_size"] for row in heard.rows} == {16}

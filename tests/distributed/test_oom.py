@@ -14,18 +14,19 @@ import pytest
 
 from tests import two_nodes
 from tests.distributed.test_main_job import DS, make_model_folder
-from tests.launching import ROOT, Result, run_launcher, run_on_nodes
+from tests.faults.fork_ranks import ForkServer
+from tests.launching import ROOT, Kind, Result, run_launcher, run_on_nodes
 
 STEPS = 8
 WORKER = ROOT / "tests" / "distributed" / "oom_worker.py"
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def job(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("oom")
     make_model_folder(folder / "model")
     (folder / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(300)))
-    result = run(folder, "clean", "python", 1, [], "")
+    result = run(server, folder, "clean", 1, [], "")
     assert result.returncode == 0, result.stdout
     return {"folder": folder, "losses": result.losses, "evaluations": evaluations(result)}
 
@@ -51,9 +52,9 @@ def arguments(folder: Path, name: str, num_processes: int, more: list[str]) -> l
     return [*(token for key, value in values.items() for token in (f"--{key}", str(value))), *more]
 
 
-def run(folder: Path, name: str, kind: str, num_processes: int, more: list[str], injected: str) -> Result:
-    tokens = arguments(folder, name, num_processes, more)
-    return run_launcher(kind, num_processes, tokens, script=WORKER, extra_env={"HARNESS_TEST_OOM": injected}, timeout_s=300)  # type: ignore[arg-type]
+def run(server: ForkServer, folder: Path, name: str, num_processes: int, more: list[str], injected: str) -> Result:
+    environ = {"HARNESS_TEST_OOM": injected}
+    return server.run(arguments(folder, name, num_processes, more), num_processes, folder / f"{name}-life", environment=environ)
 
 
 def evaluations(result: Result) -> list[float]:
@@ -61,34 +62,34 @@ def evaluations(result: Result) -> list[float]:
 
 
 STEP = "step"
-ENGINES: dict[str, tuple[str, int, list[str], str, list[tuple[str, str]]]] = {
+ENGINES: dict[str, tuple[int, list[str], str, list[tuple[str, str]]]] = {
     # The ladder from micro-batch 8: selective, full, 4, 2, 1.
     "one process": (
-        "python", 1, [], "forward:0:1 backward:0:6 recompute:0:9 evaluation:0:2",
+        1, [], "forward:0:1 backward:0:6 recompute:0:9 evaluation:0:2",
         [(STEP, "forward"), (STEP, "backward"), (STEP, "recompute"), ("evaluate", "evaluation")],
     ),
     "ddp": (
-        "torchrun", 2, [], "forward:1:1 backward:0:6 recompute:all:9 reduce-buffer:1:6 evaluation:1:2",
+        2, [], "forward:1:1 backward:0:6 recompute:all:9 reduce-buffer:1:6 evaluation:1:2",
         [(STEP, "forward"), (STEP, "backward"), (STEP, "recompute"), (STEP, "reduce-buffer"), ("evaluate", "evaluation")],
     ),
     "fsdp": (
-        "torchrun", 2, ["--fsdp", "full_shard"],
+        2, ["--fsdp", "full_shard"],
         "gather-buffer:1:2 backward:0:4 reduce-buffer:1:9 recompute:all:14 forward:0:20 evaluation:1:2",
         [(STEP, "gather-buffer"), (STEP, "backward"), (STEP, "reduce-buffer"), (STEP, "recompute"), (STEP, "forward"),
          ("evaluate", "evaluation")],
     ),
     "fsdp compiled": (
-        "torchrun", 2, ["--fsdp", "full_shard", "--torch_compile", "--torch_compile_backend", "aot_eager"],
+        2, ["--fsdp", "full_shard", "--torch_compile", "--torch_compile_backend", "aot_eager"],
         "gather-buffer:1:2 backward:0:4 reduce-buffer:1:9 forward:0:14 evaluation:1:2",
         [(STEP, "gather-buffer"), (STEP, "backward"), (STEP, "reduce-buffer"), (STEP, "forward"), ("evaluate", "evaluation")],
     ),
     "zero2": (
-        "deepspeed", 2, ["--deepspeed", str(DS / "zero2.json")],
+        2, ["--deepspeed", str(DS / "zero2.json")],
         "forward:1:1 backward:0:4 reduce-buffer:1:6 recompute:all:9 evaluation:1:2",
         [(STEP, "forward"), (STEP, "backward"), (STEP, "reduce-buffer"), (STEP, "recompute"), ("evaluate", "evaluation")],
     ),
     "zero3": (
-        "deepspeed", 2, ["--deepspeed", str(DS / "zero3.json")],
+        2, ["--deepspeed", str(DS / "zero3.json")],
         "gathered-copy:1:1 backward:0:4 gather-buffer:1:20 recompute:all:9 gathered-copy:0:40 evaluation:1:2",
         [(STEP, "gathered-copy"), (STEP, "backward"), (STEP, "gather-buffer"), (STEP, "recompute"), (STEP, "gathered-copy"),
          ("evaluate", "evaluation")],
@@ -97,10 +98,18 @@ ENGINES: dict[str, tuple[str, int, list[str], str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "compiled" in name else ()) for name in ENGINES])
-def test_the_run_goes_on_with_the_same_losses(name: str, job: dict[str, Any]) -> None:
-    kind, num_processes, more, injected, places = ENGINES[name]
-    result = run(job["folder"], name.replace(" ", "-"), kind, num_processes, more, injected)
+def test_the_run_goes_on_with_the_same_losses(name: str, server: ForkServer, job: dict[str, Any]) -> None:
+    num_processes, more, injected, places = ENGINES[name]
+    result = run(server, job["folder"], name.replace(" ", "-"), num_processes, more, injected)
     check(result, job, places)
+
+
+@pytest.mark.slow  # a launcher has no part in a redo: the ranks above are forked
+@pytest.mark.parametrize(("kind", "name"), [("torchrun", "fsdp"), ("deepspeed", "zero3")])
+def test_the_run_goes_on_under_the_real_launcher(kind: Kind, name: str, job: dict[str, Any]) -> None:
+    num_processes, more, injected, places = ENGINES[name]
+    tokens = arguments(job["folder"], f"{name}-{kind}", num_processes, more)
+    check(run_launcher(kind, num_processes, tokens, script=WORKER, extra_env={"HARNESS_TEST_OOM": injected}), job, places)
 
 
 def check(result: Result, job: dict[str, Any], places: list[tuple[str, str]]) -> None:
@@ -116,9 +125,10 @@ def check(result: Result, job: dict[str, Any], places: list[tuple[str, str]]) ->
     assert len(ladder["steps_down"]) == len(places)
 
 
-def test_the_end_of_the_ladder_says_what_was_tried(job: dict[str, Any]) -> None:
+def test_the_end_of_the_ladder_says_what_was_tried(server: ForkServer, job: dict[str, Any]) -> None:
     injected = " ".join(f"forward:1:{call}" for call in range(1, 40))
-    result = run(job["folder"], "end", "torchrun", 2, ["--fsdp", "full_shard", "--oom_ladder", "micro_batch=4", "micro_batch"], injected)
+    more = ["--fsdp", "full_shard", "--oom_ladder", "micro_batch=4", "micro_batch"]
+    result = run(server, job["folder"], "end", 2, more, injected)
     assert result.returncode != 0
     assert result.exit_json is not None and result.exit_json["code"] == 1
     for words in ("nothing left to lower", "micro_batch_size 8 -> 4; micro_batch_size 4 -> 2", "--lora_r"):

@@ -1,20 +1,13 @@
-"""One server of forked ranks, and one set of inputs, for the fault tests of a session."""
+"""One set of inputs for the fault tests of a session."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.faults import jobs
 from tests.faults.fork_ranks import ForkServer
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[ForkServer]:
-    with ForkServer() as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

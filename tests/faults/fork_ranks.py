@@ -1,7 +1,8 @@
 """Jobs whose ranks are forked from a process that has imported everything, so that a life costs two seconds and not twenty.
 
     with ForkServer() as server:
-        life = server.start(arguments, num_processes=2, folder=tmp_path / "life-0")
+        result = server.run(arguments, num_processes=2, folder=tmp_path / "life-0")  # to its end, as run_launcher
+        life = server.start(arguments, num_processes=2, folder=tmp_path / "life-1")
         os.kill(life.ranks[1], signal.SIGKILL)
         assert life.wait(60) == 1
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import os
 import select
@@ -27,7 +29,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.guard import Child, Guard, die_with_parent, parent_of
+from harness.guard import NO_GUARD_VARIABLE, Child, Guard, die_with_parent, needs_guard, parent_of
+from tests.launching import Result, output_dir_of
 
 # torch's autograd and gloo start threads in the ranks; the server must have none, for a fork copies only the thread that forks.
 _SERVER_ENVIRONMENT = {
@@ -40,6 +43,7 @@ _SERVER_ENVIRONMENT = {
 }
 _MODULES = (
     "torch",
+    "harness.run_clm",
     "harness.job",
     "harness.engines.ddp",
     "harness.engines.fsdp",
@@ -47,11 +51,18 @@ _MODULES = (
     "harness.check_config",
     "harness.templates",
     "harness.trackers",
+    "harness.parse_log",
     "matplotlib.pyplot",
+    "peft",
     "transformers.models.llama.modeling_llama",
+    "transformers.optimization",
+    "transformers.trainer_pt_utils",
+    "torch.utils.cpp_extension",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # imported with any optimizer, and with it torch's compiler
 )
 _PR_SET_CHILD_SUBREAPER = 36
 PEERS_GRACE_S = 15.0
+ORPHANS_S = 10.0  # as tests.launching
 
 
 # ---- the server's side ----
@@ -146,7 +157,8 @@ def _guard_of(rank: int, request: dict[str, Any], port: int, launcher: int) -> i
     size = str(request["num_processes"])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **request["environment"]}
-    return _ForkingGuard(request["arguments"], launcher).run()
+    arguments: list[str] = request["arguments"]
+    return _ForkingGuard(arguments, launcher).run() if needs_guard() else _run_clm(arguments)
 
 
 def _launcher(request: dict[str, Any], reply: int) -> int:
@@ -190,6 +202,9 @@ def serve() -> None:
 
     for name in _MODULES:
         importlib.import_module(name)
+    # What is imported stays: a collection in a rank need not go through it, nor copy the pages that it is in.
+    gc.collect()
+    gc.freeze()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests run under nohup
     threads = len(os.listdir("/proc/self/task"))
     assert threads == 1, f"the server has {threads} threads"
@@ -264,7 +279,7 @@ class Life:
 
     Attributes:
         folder: what its processes printed (rank-<rank>.txt), and their exit codes by rank (codes.json).
-        launcher, guards, ranks: process ids.
+        launcher, guards, ranks: process ids. Without guards (HARNESS_NO_GUARD), both are the ranks.
     """
 
     folder: Path
@@ -275,6 +290,16 @@ class Life:
     def processes(self) -> list[int]:
         """Those that are running."""
         return [pid for pid in (self.launcher, *self.guards, *self.ranks) if is_running(pid)]
+
+    def orphans(self) -> list[int]:
+        """All that is running in its sessions, whoever started it: ranks of a second life, workers of a loader."""
+        sessions = {self.launcher, *self.guards}
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if entry.name.isdigit() and os.getsid(int(entry.name)) in sessions and is_running(int(entry.name)):
+                    found.append(int(entry.name))
+        return found
 
     def output(self) -> str:
         """What all its processes printed."""
@@ -305,7 +330,7 @@ class Life:
 
     def kill(self) -> None:
         """Kills all of it."""
-        for pid in self.processes():
+        for pid in self.orphans():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -361,9 +386,38 @@ class ForkServer:
             "ranks_started": list(range(num_processes) if ranks_started is None else ranks_started),
         }
         answer = self._ask(request)
-        life = Life(folder, answer["launcher"], answer["guards"], [child_of(guard) for guard in answer["guards"]])
+        guards = answer["guards"]
+        ranks = guards if NO_GUARD_VARIABLE in request["environment"] else [child_of(guard) for guard in guards]
+        life = Life(folder, answer["launcher"], guards, ranks)
         self.lives.append(life)
         return life
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        num_processes: int,
+        folder: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 300.0,
+    ) -> Result:
+        """Runs a life to its end, and asserts that it leaves no process behind: as `run_launcher`, where the launcher does not matter.
+
+        Returns:
+            The first code that is not 0 as `returncode`; each rank's is in `folder`/codes.json.
+        """
+        started = time.monotonic()
+        life = self.start(arguments, num_processes, folder, environment=environment)
+        codes = life.wait(timeout_s)
+        seconds = time.monotonic() - started
+        assert len(codes) == num_processes, life.output()
+        deadline = time.monotonic() + ORPHANS_S
+        while (left := life.orphans()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if left:
+            life.kill()
+            raise AssertionError(f"{len(left)} process(es) left {ORPHANS_S:.0f} s after the end\n{life.output()}")
+        return Result(next((code for code in codes.values() if code), 0), life.output(), output_dir_of(arguments), seconds)
 
     def call(self, function: Callable[..., None], *arguments: Any, output: Path) -> None:
         """Runs a function of a module in a fork of the server, where everything is imported.
