@@ -1,14 +1,18 @@
-"""LoRA in the main job, on real gloo processes: every engine trains the same adapters, checkpoints hold them, the base stays as it was."""
+"""LoRA in the main job, on gloo processes: every engine trains the same adapters, checkpoints hold them, the base stays as it was."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launch.machine import free_port
+from tests.faults.fork_ranks import ForkServer
 from tests.launching import ROOT, Result, run_launcher
 
 NUM_STEPS = 6
@@ -34,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, output: Path, num_processes: int, *more: str, kind: Any = "torchrun") -> Result:
+def train(server: ForkServer, folder: Path, output: Path, num_processes: int, *more: str, life: str = "life") -> Result:
     values = {
         "model_name_or_path": folder / "model",
         "train_file": folder / "data.txt",
@@ -52,7 +56,7 @@ def train(folder: Path, output: Path, num_processes: int, *more: str, kind: Any 
         "rank_pattern": '{"v_proj": 2}',
     }
     arguments = [token for name, value in values.items() for token in (f"--{name}", str(value))]
-    return run_launcher(kind, num_processes, [*arguments, *more], timeout_s=300)
+    return server.run([*arguments, *more], num_processes, output.with_name(f"{output.name}-{life}"))
 
 
 def adapter(output: Path) -> dict[str, Any]:
@@ -62,8 +66,8 @@ def adapter(output: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Result:
-    result = train(folder, folder / "one", 1, kind="python")
+def reference(server: ForkServer, folder: Path) -> Result:
+    result = train(server, folder, folder / "one", 1)
     assert result.returncode == 0, result.stdout
     assert "LoRA: r=4, 14 modules, consistent on all ranks" in result.stdout
     assert len(result.losses) == NUM_STEPS and result.losses[-1] < result.losses[0]
@@ -80,10 +84,10 @@ RESUMED = {"fsdp", "zero3"}  # DDP's checkpoints are made as FSDP's, ZeRO-2's as
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_engine_trains_the_same_adapters(engine: str, folder: Path, reference: Result, tmp_path: Path) -> None:
+def test_every_engine_trains_the_same_adapters(engine: str, server: ForkServer, folder: Path, reference: Result, tmp_path: Path) -> None:
     import torch
 
-    result = train(folder, tmp_path / "out", 2, *ENGINES[engine])
+    result = train(server, folder, tmp_path / "out", 2, *ENGINES[engine])
     assert result.returncode == 0, result.stdout
     assert result.losses == pytest.approx(reference.losses, rel=1e-4)
     mine, theirs = adapter(tmp_path / "out"), adapter(folder / "one")
@@ -95,7 +99,7 @@ def test_every_engine_trains_the_same_adapters(engine: str, folder: Path, refere
     # Stopped after step 3 and started again, on the same base: the same end.
     shutil.rmtree(tmp_path / "out" / "final")
     shutil.rmtree(tmp_path / "out" / f"checkpoint-{NUM_STEPS}")
-    again = train(folder, tmp_path / "out", 2, *ENGINES[engine])
+    again = train(server, folder, tmp_path / "out", 2, *ENGINES[engine], life="again")
     assert again.returncode == 0 and "resuming at step 3 of 6" in again.stdout, again.stdout
     assert again.losses[-3:] == pytest.approx(reference.losses[-3:], rel=1e-4)
     for name, value in adapter(tmp_path / "out").items():
@@ -128,35 +132,48 @@ def test_loss_of_the_adapter_on_the_untouched_base(folder: Path, reference: Resu
         (["--target_layers", "0-2"], "layer 2 out of range 0-1"),
     ],
 )
-def test_wrong_names_end_every_rank_with_one_message(more: list[str], message: str, folder: Path, tmp_path: Path) -> None:
-    result = train(folder, tmp_path / "out", 2, *more)
-    assert result.returncode != 0
+def test_wrong_names_end_every_rank_with_one_message(
+    more: list[str], message: str, server: ForkServer, folder: Path, tmp_path: Path
+) -> None:
+    result = train(server, folder, tmp_path / "out", 2, *more)
+    assert result.returncode == 2
     assert result.exit_json is not None and result.exit_json["code"] == 2, result.stdout
     assert result.stdout.count(message) == 1, result.stdout
 
 
-RANKS = """
-import sys
-import torch
-import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
-from harness.args import LoraArguments
-from harness.coordination import start
-from harness.findings import UserError
-from harness.lora import attach_lora, compare_ranks, fingerprint
+def compare_two_ranks(case: str, port: int) -> None:
+    """Forks two ranks whose adapters differ as `case` says; each prints what it found and whether that was anything."""
+    ranks = {}
+    for rank in (0, 1):
+        pid = os.fork()
+        if pid == 0:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            compare_as_a_rank(case)
+            sys.stdout.flush()
+            os._exit(0)
+        ranks[pid] = rank
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks] == [0, 0]
 
-coordinator = start(use_cpu=True, timeout_s=60)
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2))
-rank, case = coordinator.process_index, sys.argv[1]
-r = 4 if case == "r" and rank == 1 else 8
-if not (case == "none" and rank == 1):
-    attach_lora(model, LoraArguments(lora_r=r, target_modules=["q_proj"]), seed=rank if case == "seed" else 0)
-found = compare_ranks(coordinator.gather(fingerprint(model)))
-print("\\n".join(f"on rank {rank}: {finding.message}" for finding in found), flush=True)
-coordinator.close()
-sys.exit(bool(found))
-"""
+
+def compare_as_a_rank(case: str) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from harness.args import LoraArguments
+    from harness.coordination import start
+    from harness.lora import attach_lora, compare_ranks, fingerprint
+
+    coordinator = start(use_cpu=True, timeout_s=60)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    model, rank = LlamaForCausalLM(config), coordinator.process_index
+    r = 4 if case == "r" and rank == 1 else 8
+    if not (case == "none" and rank == 1):
+        attach_lora(model, LoraArguments(lora_r=r, target_modules=["q_proj"]), seed=rank if case == "seed" else 0)
+    found = compare_ranks(coordinator.gather(fingerprint(model)))
+    print("\n".join([f"rank {rank} of 2 is done"] + [f"on rank {rank}: {finding.message}" for finding in found]), flush=True)
+    coordinator.close()
 
 
 @pytest.mark.parametrize(
@@ -168,15 +185,14 @@ sys.exit(bool(found))
         ("seed", "model.layers.0.self_attn.q_proj.lora_A.default.weight: values differ between rank 1 and rank 0"),
     ],
 )
-def test_ranks_that_disagree_are_told_apart_on_both(case: str, message: str, tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    result = run_launcher("torchrun", 2, [case], script=script, extra_env={"PYTHONPATH": str(ROOT)}, timeout_s=120)
-    if not message:
-        assert result.returncode == 0 and "on rank" not in result.stdout, result.stdout
-        return
-    assert result.returncode != 0
-    assert result.stdout.count(f"on rank 0: {message}") == 1 and result.stdout.count(f"on rank 1: {message}") == 1, result.stdout
+def test_ranks_that_disagree_are_told_apart_on_both(case: str, message: str, server: ForkServer, tmp_path: Path) -> None:
+    server.call(compare_two_ranks, case, free_port(), output=tmp_path / "ranks.txt")
+    printed = (tmp_path / "ranks.txt").read_text()
+    assert printed.count("rank 0 of 2 is done") == 1 and printed.count("rank 1 of 2 is done") == 1, printed
+    for rank in (0, 1):
+        lines = [line for line in printed.splitlines() if line.startswith(f"on rank {rank}: ")]
+        assert len(lines) == bool(message), printed
+        assert printed.count(f"on rank {rank}: {message}") == bool(message), printed
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
