@@ -82,7 +82,7 @@ class PendingSave:
             marks.leave("written")
             marks.wait("written", timeout_s, self._reason_to_give_up)
             marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
-        except Exception as error:
+        except BaseException as error:  # torch's CheckpointException is no Exception; a thread that dies silently is waited for
             self.error = _one_line(error)
             # On a full disk there is room for the mark when this rank takes something of its own away.
             (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class PendingSave:
             marks.clear()
             files.complete(marks.folder, self.final, shares)
             on_complete(self.final)
-        except Exception as error:
+        except BaseException as error:
             self.error = _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
 
     def _reason_to_give_up(self) -> str | None:
@@ -254,8 +254,7 @@ class Checkpointer:
     def _settle(self) -> None:
         """Waits until this rank's engine writes no more, also of a save that was given up; what went wrong is reported elsewhere."""
         for future in self.writing:
-            with contextlib.suppress(Exception):
-                future.result()
+            future.exception()
         self.writing.clear()
 
     def find(self, wanted: str) -> Path | None:

@@ -283,8 +283,12 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
         return
     except OSError:
         return
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(report, file)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(report, file)
+    except OSError:  # a full disk: no report rather than an empty one
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def explain(error: UserError) -> str:

@@ -11,12 +11,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
-from harness import checkpoint, checkpoint_files
+from harness import checkpoint, checkpoint_files, run_folder
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
 from harness.findings import UserError
@@ -79,6 +81,8 @@ class FileEngine:
         directory.mkdir(exist_ok=True)
         if self.broken == "in the background":
             raise OSError(28, "No space left on device")
+        if self.broken == "in torch's writer":  # which reports by an exception that `except Exception` does not see
+            raise CheckpointException("writing", {self.rank: (RuntimeError("No space left on device"), StackSummary())})
         (directory / f"shard-{self.rank}.bin").write_bytes(os.urandom(self.size_bytes))
 
     def load(self, directory: Path) -> None:
@@ -196,7 +200,7 @@ def test_of_several_processes_one_rotates(tmp_path: Path, monkeypatch: pytest.Mo
     assert names(tmp_path / "checkpoint-3" / "state") == ["shard-0.bin", "shard-1.bin"]
 
 
-@pytest.mark.parametrize("broken", ["at start", "in the background"])
+@pytest.mark.parametrize("broken", ["at start", "in the background", "in torch's writer"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_cannot_write_fails_the_save_and_nothing_else(broken: str, rank: int, tmp_path: Path) -> None:
     def body(coordinator: Coordinator) -> tuple[list[bool], list[str]]:
@@ -255,6 +259,18 @@ def test_a_full_disk_fails_the_save_and_leaves_older_ones(tmp_path: Path) -> Non
         engine.size_bytes = 1000
         assert checkpointer.save(3, {}, wait=True)
         assert names(disk) == ["checkpoint-3"]
+
+
+def test_the_report_of_an_end_that_has_no_room_is_left_out(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with contextlib.suppress(OSError), open(disk / "full", "wb", buffering=0) as file:
+            while file.write(b"0" * 4096):
+                pass
+        run_folder.record_exit(disk, 1, "killed")
+        assert names(disk) == ["full"]
+        (disk / "full").unlink()
+        run_folder.record_exit(disk, 1, "killed")
+        assert json.loads((disk / "exit.json").read_text())["reason"] == "killed"
 
 
 def test_a_save_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
