@@ -303,11 +303,16 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0, arguments: Mappin
 
 
 class StopFlag:
-    """A request to stop, made by signals; idempotent (a launcher sends the same signal several times)."""
+    """A request to stop, made by signals; idempotent (a launcher sends the same signal several times).
+
+    Attributes:
+        outcome: "finished" or "preempted" once everything is on disk; from then on an impatient second Ctrl-C loses nothing.
+    """
 
     def __init__(self) -> None:
         self.signal_name = ""
         self.asked_at_s = 0.0
+        self.outcome = ""
 
     def ask(self, signal_name: str) -> None:
         if not self.signal_name:

@@ -221,7 +221,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
                 with phase("export"):
                     _export(folder / "final", engine, shapes, empty, tokenizer, precision, coordinator, trainer.state, trainer.identity)
         trainer.check_saved()
-        status = "finished" if finished else "preempted"
+        status = stop.outcome = "finished" if finished else "preempted"
     finally:
         if watcher is not None:
             watcher.stop()

@@ -87,7 +87,12 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     try:
         with contextlib.ExitStack() as stack:
             job.open_folder(folder, args, coordinator, stack)
-            finished = job.run_job(args, engine, folder, coordinator, stop, train_dataset)
+            try:
+                finished = job.run_job(args, engine, folder, coordinator, stop, train_dataset)
+            except KeyboardInterrupt:
+                if not stop.outcome:
+                    raise
+                finished = stop.outcome == "finished"  # only what is drawn and said at the end is missing
         code = FINISHED if finished else PREEMPTED
         reason = "finished" if finished else f"stopped by {stop.signal_name or 'a signal on another rank'} after a complete save"
     except UserError:
@@ -96,8 +101,12 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     except BaseException as error:
         if not args.train.no_oom_recovery and guard_line.can_relaunch() and oom_reports.is_out_of_memory(error):
             recovery.relaunch_alone("start or end", error, coordinator)
-        reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
-        log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
+        if isinstance(error, KeyboardInterrupt):
+            reason = "stopped at once by a second Ctrl-C, without a save"
+            log.error("%s; the same command goes on from the newest complete checkpoint", reason)
+        else:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
+            log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
         run_folder.record_exit(folder, FAILED, reason, rank, started_s)
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
