@@ -51,12 +51,14 @@ class Row:
         values: by column.
         where: "file, line 3" or the like, for messages.
         continues, more: the previous row began, and the next row goes on with, the same document (a long text comes in parts).
+        problem: why the row cannot be used; it has no values then.
     """
 
     values: dict[str, Any]
     where: str
     continues: bool = False
     more: bool = False
+    problem: Finding | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,12 +327,22 @@ class FileReader:
 
     def _jsonl(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         for line, where in self._lines(file, skip, near):
-            yield Row(self._object(_parse_json(line, where, self.key), where), where)
+            try:
+                value = _parse_json(line, where, self.key)
+            except UserError as error:
+                yield self._unusable(where, error.findings[0])
+            else:
+                yield self._object(value, where)
 
-    def _object(self, value: Any, where: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise user_error(self.key, f"{where}: a JSON object is needed, not {type(value).__name__}", 'write rows like {"text": "..."}')
-        return value
+    def _object(self, value: Any, where: str) -> Row:
+        if isinstance(value, dict):
+            return Row(value, where)
+        message = f"{where}: a JSON object is needed, not {type(value).__name__}"
+        return self._unusable(where, Finding("error", self.key, message, 'write rows like {"text": "..."}'))
+
+    def _unusable(self, where: str, problem: Finding) -> Row:
+        fix = f"{problem.fix}, or --bad_rows skip" if problem.fix else "--bad_rows skip"
+        return Row({}, where, problem=dataclasses.replace(problem, fix=fix))
 
     def _json(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file) as stream:
@@ -342,7 +354,7 @@ class FileReader:
             values = _parse_json(stream.read(), str(file.path), self.key)
         for number, value in enumerate(values[skip:], skip + 1):
             where = f"{file.path}, row {number}"
-            yield Row(self._object(value, where), where)
+            yield self._object(value, where)
 
     def _json_object(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file) as stream:
@@ -361,7 +373,7 @@ class FileReader:
         rows = value.get("data") if isinstance(value.get("data"), list) else [value]
         for number, row in enumerate(rows[skip:], skip + 1):
             where = f"{file.path}, row {number}"
-            yield Row(self._object(row, where), where)
+            yield self._object(row, where)
 
     def _csv(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file, newline="") as stream:
@@ -372,8 +384,10 @@ class FileReader:
                 for values in itertools.islice(reader, skip, None):
                     where = f"{file.path}, line {reader.line_num}"
                     if None in values or None in values.values():
-                        raise user_error(self.key, f"{where}: not as many fields as the header has", "quote fields that hold the delimiter")
-                    yield Row(values, where)
+                        message = f"{where}: not as many fields as the header has"
+                        yield self._unusable(where, Finding("error", self.key, message, "quote fields that hold the delimiter"))
+                    else:
+                        yield Row(values, where)
             except csv.Error as error:
                 raise user_error(self.key, f"{file.path}, line {reader.line_num + 1}: not valid CSV: {error}") from None
 

@@ -166,6 +166,9 @@ def special_tokens(tokenizer: Any, add_bos: bool | None, add_eos: bool | None) -
 
 def text_of(row: Row, column: str, problems: list[Finding], key: str) -> str | None:
     """A row's text; None, with a problem added, where there is none."""
+    if row.problem is not None:
+        problems.append(row.problem)
+        return None
     if column not in row.values:
         columns = ", ".join(sorted(map(str, row.values))) or "nothing"
         problems.append(Finding("error", key, f"{row.where}: no column {column!r}; it has {columns}", "name the right column"))
@@ -254,8 +257,10 @@ class PromptEncoder:
         builder = _MaskedBuilder()
         for row in rows:
             prompt = text_of(row, self.columns[0], builder.problems, "--prompt_column")
+            if prompt is None:  # one problem a row, so that bad rows are counted once
+                continue
             completion = text_of(row, self.columns[1], builder.problems, "--completion_column")
-            if prompt is None or completion is None:
+            if completion is None:
                 continue
             if not completion.strip():
                 builder.dropped["rows with an empty completion"] += 1
@@ -419,8 +424,10 @@ def choose_objective(
     """The objective that the user's column names ask for; without any, that which the first row's columns suggest.
 
     Raises:
-        UserError: contradicting names, a column that is not there, or none that suggests itself.
+        UserError: contradicting names, a column that is not there, none that suggests itself, or a first row that cannot be read.
     """
+    if first.problem is not None:  # whatever becomes of other bad rows, the first one says which columns there are
+        raise UserError([dataclasses.replace(first.problem, fix="mend or remove this first row: it tells which columns there are")])
     columns = [str(column) for column in first.values]
     have = ", ".join(columns)
     asked = {"text_column": text_column, "prompt_column": prompt_column or completion_column, "messages_column": messages_column}

@@ -222,10 +222,29 @@ def test_wrong_input_is_named(tmp_path, options, message):
 
 def test_bad_rows_can_be_left_out(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "x"}\n{"txet": "y"}\n{"text": 3}\n{"text": "zz"}')
+    path.write_text('{"text": "x"}\n{"txet": "y"}\n{"text": 3}\n{"text": "to\n["w"]\n{"text": "zz"}')
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path, train_file=[path], packing="none")
+    assert [finding.message.removeprefix(f"{path}, ").split(":")[0] for finding in caught.value.findings] == [
+        f"line {number}" for number in (2, 3, 4, 5)
+    ]
     data = prepare(tmp_path, train_file=[path], bad_rows="skip", packing="none")
     assert len(data.train) == 2
-    assert data.report["train"].dropped == {"bad rows": 2}
+    assert data.report["train"].dropped == {"bad rows": 4}
+
+
+def test_a_row_without_prompt_and_completion_is_one_bad_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "x", "a": "y"}\n{"b": "y"}\n{"q": "xx", "a": "yy"}')
+    data = prepare(tmp_path, train_file=[path], prompt_column="q", completion_column="a", bad_rows="skip", packing="none")
+    assert data.report["train"].dropped == {"bad rows": 1}
+
+
+def test_a_first_row_that_cannot_be_read_ends_the_run_in_any_case(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": \n{"text": "zz"}')
+    with pytest.raises(UserError, match=r"line 1: not valid JSON.* -> mend or remove this first row"):
+        prepare(tmp_path, train_file=[path], bad_rows="skip")
 
 
 @pytest.mark.parametrize(

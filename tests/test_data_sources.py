@@ -115,18 +115,31 @@ def test_json_in_its_shapes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "a"}\n\n{"text": \n', "a.jsonl, line 3: not valid JSON"),
-        ("a.jsonl", '{"text": "a"}\n["b"]\n', "a.jsonl, line 2: a JSON object is needed, not list"),
         ("a.json", '[{"text": "a"},\n {"text" "b"}]', "a.json, line 2: not valid JSON"),
-        ("a.json", "[1]", "a.json, row 1: a JSON object is needed, not int"),
-        ("a.csv", 'text,n\n"a",1\nb\n', "a.csv, line 3: not as many fields as the header has"),
         ("a.csv", 'text,n\n"a"x,1\n', "a.csv, line 2: not valid CSV"),
         ("a.parquet", "no table", "a.parquet is not a parquet file"),
     ],
 )
-def test_broken_rows_are_named_by_file_and_line(tmp_path, name, content, message):
+def test_broken_files_are_named(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message):
         read(tmp_path, {name: content})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"text": \n{"text": "b"}', "line 3: not valid JSON: Expecting value at column 10"),
+        ("a.jsonl", '{"text": "a"}\n["b"]\n{"text": "b"}', "line 2: a JSON object is needed, not list"),
+        ("a.json", '[{"text": "a"}, 1, {"text": "b"}]', "row 2: a JSON object is needed, not int"),
+        ("a.csv", 'text,n\n"a",1\nc\nb,2\n', "line 3: not as many fields as the header has"),
+    ],
+)
+def test_broken_rows_are_named_by_file_and_line_and_can_be_left_out(tmp_path, name, content, message):
+    rows = read(tmp_path, {name: content})[0]
+    assert [row.values.get("text") for row in rows] == ["a", None, "b"]
+    problem = rows[1].problem
+    assert problem is not None and problem.message == f"{tmp_path}/{name}, {message}" and problem.fix.endswith("--bad_rows skip")
+    assert rows[0].problem is None and rows[2].problem is None
 
 
 def test_tables(tmp_path):
