@@ -50,6 +50,16 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
+def _free_room(folder: Path) -> str:
+    """Where next to nothing is free: that. torch's writers say "unexpected pos 704 vs 598" on a full disk."""
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < _LITTLE_ROOM_BYTES:
+            return f" (the disk is full: {free_bytes / 2**20:.1f} MiB free)"
+    return ""
+
+
+_LITTLE_ROOM_BYTES = 1 << 20
 _PEER_FAILED = "another rank could not write its files"
 
 
@@ -83,7 +93,7 @@ class PendingSave:
             marks.wait("written", timeout_s, self._reason_to_give_up)
             marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
         except BaseException as error:  # torch's CheckpointException is no Exception; a thread that dies silently is waited for
-            self.error = _one_line(error)
+            self.error = f"{_one_line(error)}{_free_room(marks.folder)}"
             # On a full disk there is room for the mark when this rank takes something of its own away.
             (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # else the others learn it when they next ask each other
@@ -97,7 +107,7 @@ class PendingSave:
             files.complete(marks.folder, self.final, shares)
             on_complete(self.final)
         except BaseException as error:
-            self.error = _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
+            self.error = self.error or _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
 
     def _reason_to_give_up(self) -> str | None:
         return self.error or (_PEER_FAILED if self.peer_failed else None)

@@ -254,7 +254,7 @@ def test_a_full_disk_fails_the_save_and_leaves_older_ones(tmp_path: Path) -> Non
         assert checkpointer.save(2, {})  # begins: the room is missing only while the thread writes
         assert not checkpointer.finish()
         (failed,) = log.of("save_failed")
-        assert failed["step"] == 2 and "No space left on device" in failed["reason"]
+        assert failed["step"] == 2 and failed["reason"] == "OSError: [Errno 28] No space left on device (the disk is full: 0.0 MiB free)"
         assert names(disk) == ["checkpoint-1"] and checkpointer.find("latest") == disk / "checkpoint-1"
         engine.size_bytes = 1000
         assert checkpointer.save(3, {}, wait=True)
