@@ -306,13 +306,20 @@ def test_defaults_are_right() -> None:
 
 
 def test_every_file_exists() -> None:
-    for document in DOCUMENTS:
+    for document in [*DOCUMENTS, ROOT / "COMPARISON.md"]:
         words = [word for code in inline_code(document) for word in code.split()]
         paths = [word for word in words if re.match(r"(harness|launch|ds_configs|fsdp_configs|docs|benchmarks|tests)/", word)]
         assert [path for path in paths if not (ROOT / path).exists()] == []
         headings = {re.sub(r"[^\w-]", "", line[3:].lower().replace(" ", "-")) for line in prose(document).splitlines() if line[:3] == "## "}
         for target in re.findall(r"\]\(([^)]+)\)", prose(document)):
             assert target[1:] in headings if target.startswith("#") else (document.parent / target).exists(), target
+
+
+def test_every_source_of_the_comparison_is_listed_and_used() -> None:
+    tables, sources = (ROOT / "COMPARISON.md").read_text(encoding="utf-8").split("\n## Sources\n")
+    code = re.compile(r"\[([A-Z]\d+)\]")
+    assert set(code.findall(tables)) == set(code.findall(sources))
+    assert {row.count("|") for row in tables.splitlines() if row.startswith("|")} == {9}
 
 
 def test_the_template_table_is_complete() -> None:
