@@ -260,10 +260,13 @@ class FileReader:
     def _not_decodable(self, file: SourceFile, error: UnicodeDecodeError) -> UserError:
         encoding = error.encoding
         offset, line, byte = locate_bad_byte(file.path, encoding)
+        with open_bytes(file.path) as stream:
+            start = stream.read(2)
+        likely = "this one begins like utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "for example latin-1"
         return user_error(
             self.key,
             f"{file.path}, line {line}: byte 0x{byte:02x} at offset {offset} is not {encoding.upper().replace('UTF-8-SIG', 'UTF-8')}",
-            "say which encoding it has with --data_encoding (for example latin-1), or convert it",
+            f"say which encoding it has with --data_encoding ({likely}), or convert it",
         )
 
     def _open_text(self, file: SourceFile, newline: str | None = None) -> io.TextIOWrapper:

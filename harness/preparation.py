@@ -49,6 +49,7 @@ class DataReport:
         num_trained_tokens: tokens that a loss mask leaves to be trained on.
         dropped: what was left out: reason -> how many.
         num_samples, num_sample_tokens: after packing; repeated context tokens count.
+        num_packed: samples before `--max_train_samples` or `--max_eval_samples`; what `packing` counts happened in all of them.
         block_size: most tokens per sample.
         packing_efficiency: share of block_size * num_samples that is real tokens.
         packing: `PackingCounts` by name.
@@ -61,6 +62,7 @@ class DataReport:
     dropped: dict[str, int]
     num_samples: int = 0
     num_sample_tokens: int = 0
+    num_packed: int = 0
     block_size: int = 0
     packing_efficiency: float = 0.0
     packing: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -87,6 +89,8 @@ class DataReport:
         if packing != "none":
             line += f", {self.packing_efficiency:.1%} of their places filled"
         happened = ", ".join(f"{self.packing[key]:,} {text}" for key, text in _PACKING_WORDS.items() if self.packing.get(key))
+        if self.num_packed > self.num_samples:
+            happened = f"the first of {self.num_packed:,}{', in which: ' if happened else ''}{happened}"
         return f"{line}; {happened}" if happened else line
 
 
@@ -320,6 +324,7 @@ class Preparer:
         data = TokenizedDataset(store, plan, args.document_isolation, max_samples)
         report.num_samples = len(data)
         report.num_sample_tokens = data.num_tokens
+        report.num_packed = data.plan["num_samples"]
         report.block_size = block_size
         report.packing_efficiency = data.num_tokens / max(1, len(data) * block_size)
         report.packing = data.plan["counts"]

@@ -228,12 +228,16 @@ class StreamDataset:
             encoded = encoder.encode(batch)
             if encoded.problems and args.bad_rows == "error":
                 raise UserError(encoded.problems[: encoders.MAX_REPORTED_ROWS])
+            dropped["bad rows"] += len(encoded.problems)
             dropped += encoded.dropped
             writer.add(encoded.tokens, encoded.lengths, encoded.mask, encoded.open)
         ended = num_rows < self.rows_per_window
         if number == 0 and not writer.num_documents:
             raise user_error(self.source.spec.key, f"no usable token in the first {num_rows} rows", "give data with text in it")
         writer.close({"dropped": dict(dropped), "notes": {}})
+        if dropped["bad rows"]:
+            left_out = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+            self.preparer.say(f"streaming, window {number}: {num_rows:,} rows; left out: {left_out}")
         plan = target / "plan"
         plan.mkdir()
         token_store.write_plan(plan, TokenStore(target), None, self.block_size, args.packing, args.overlong)

@@ -180,6 +180,13 @@ def test_sample_limits(tmp_path):
     path = corpus(tmp_path / "a.jsonl", 100)
     data = prepare(tmp_path, train_file=[path], packing="none", max_train_samples=5, max_eval_samples=2, validation_split_percentage=20)
     assert (len(data.train), len(data.evaluation)) == (5, 2)
+    said: list[str] = []
+    options = {"train_file": [path], "block_size": 8, "validation_split_percentage": 0, "say": said.append}
+    whole = prepare(tmp_path, **options).report["train"]
+    prepare(tmp_path, **options, max_train_samples=5)
+    line = next(line for line in said if line.startswith("train: 5 samples"))
+    happened = f"the first of {whole.num_samples:,}, in which: {whole.packing['num_cuts']:,} cuts through documents"
+    assert line.endswith(f"100.0% of their places filled; {happened}")
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,14 @@ def test_a_file_that_is_not_utf8_is_named_with_line_and_offset(tmp_path):
     assert len(texts(rows)[0]) == 9
 
 
+@pytest.mark.parametrize("kind", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_recognised_by_its_mark(tmp_path, kind):
+    content = "\ufeffab".encode(kind)
+    with pytest.raises(UserError, match=r"--data_encoding \(this one begins like utf-16\), or convert it"):
+        read(tmp_path, {"a.txt": content})
+    assert texts(read(tmp_path, {"a.txt": content}, encoding="utf-16")[0]) == ["ab"]
+
+
 def test_a_wrong_byte_far_into_a_file_is_found(tmp_path):
     content = "é\n".encode() * 100_000 + b"ab\xff"
     with pytest.raises(UserError, match=r"a.txt, line 100001: byte 0xff at offset 300002"):

@@ -27,13 +27,13 @@ def made(monkeypatch):
     return numbers
 
 
-def loaders(folder, cache, num_processes=1, files=("a.jsonl", "b.jsonl"), strategy="random", seed=7, **options):
+def loaders(folder, cache, num_processes=1, files=("a.jsonl", "b.jsonl"), strategy="random", seed=7, say=lambda line: None, **options):
     options = {"block_size": 128, "packing": "none", "streaming_buffer_size": 10} | options
     names = {} if "dataset_name" in options else {"train_file": [str(folder / name) for name in files]}
     args = DataArguments(streaming=True, data_cache_dir=str(cache), train_sampling_strategy=strategy, **names, **options)
     result = []
     for rank in range(num_processes):
-        data = prepare_data(args, byte_tokenizer(), max_positions=128, seed=seed, say=lambda line: None, is_local_main=rank == 0)
+        data = prepare_data(args, byte_tokenizer(), max_positions=128, seed=seed, say=say, is_local_main=rank == 0)
         result.append(build_loader(args, data, global_batch_size=6, num_processes=num_processes, process_index=rank, seed=seed))
     return result
 
@@ -101,6 +101,16 @@ def test_without_a_checkpoint_the_place_is_found_from_the_cache(tmp_path, made):
     assert [rows_of([step]) for step in again.prefetching(15, 5)] == expected[15:]
     assert len(made) - count <= 4  # a window that was deleted meanwhile, and those read ahead
     assert [rows_of([again.step(k)]) for k in (2, 16)] == [expected[2], expected[16]]  # backwards too
+
+
+def test_rows_that_are_left_out_of_a_window_are_counted(tmp_path):
+    lines = [json.dumps({"text": f"row {i}"}) for i in range(10)]
+    lines[3], lines[5] = '{"text": ', '{"txet": "row 5"}'
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    said: list[str] = []
+    (loader,) = loaders(tmp_path, tmp_path / "cache", files=["a.jsonl"], bad_rows="skip", say=said.append)
+    assert [len(loader.step(0).samples)] == [6]
+    assert "streaming, window 0: 10 rows; left out: 2 bad rows" in said
 
 
 def test_the_disk_holds_few_windows(tmp_path):
