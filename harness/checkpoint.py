@@ -50,6 +50,10 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def _free_room(folder: Path) -> str:
     """Where next to nothing is free: that. torch's writers say "unexpected pos 704 vs 598" on a full disk."""
     with contextlib.suppress(OSError):
@@ -224,7 +228,7 @@ class Checkpointer:
             return str(error)
         if free_bytes < self.state_bytes:
             shutil.rmtree(folder, ignore_errors=True)
-            return f"a checkpoint needs about {self.state_bytes / 2**30:.2f} GiB, {self.output_dir} has {free_bytes / 2**30:.2f} GiB free"
+            return f"a checkpoint needs about {_size(self.state_bytes)}, {self.output_dir} has {_size(free_bytes)} free"
         return None
 
     def _completed(self, path: Path, step: int, started: float) -> None:

@@ -101,12 +101,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     except BaseException as error:
         if not args.train.no_oom_recovery and guard_line.can_relaunch() and oom_reports.is_out_of_memory(error):
             recovery.relaunch_alone("start or end", error, coordinator)
-        if isinstance(error, KeyboardInterrupt):
-            reason = "stopped at once by a second Ctrl-C, without a save"
-            log.error("%s; the same command goes on from the newest complete checkpoint", reason)
-        else:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
-            log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
+        reason = _say_why(error, rank, coordinator)
         run_folder.record_exit(folder, FAILED, reason, rank, started_s)
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
@@ -119,6 +114,22 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         log.error("%s, after this rank was done: %s", error, reason, extra={"all_ranks": True})
         return FAILED
     return code
+
+
+def _say_why(error: BaseException, rank: int, coordinator: Any) -> str:
+    """Logs why this rank gives up, with a traceback unless it is nothing that code could mend; returns the reason as one line."""
+    from harness.trainer import NotSavedError
+
+    if isinstance(error, KeyboardInterrupt):
+        reason = "stopped at once by a second Ctrl-C, without a save"
+        log.error("%s; the same command goes on from the newest complete checkpoint", reason)
+        return reason
+    reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
+    if isinstance(error, NotSavedError):
+        log.error("rank %d failed: %s; once it can be written, the same command goes on from there", rank, reason)
+    else:
+        log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
+    return reason
 
 
 def check(args: Arguments, train_dataset: Any = None) -> str:

@@ -232,6 +232,13 @@ def test_too_little_room_is_seen_before_anything_is_written(tmp_path: Path) -> N
     assert names(tmp_path) == []
 
 
+def test_too_little_room_for_a_small_model_is_said_in_small_units(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        checkpointer, _, log = make(disk, state_bytes=3 << 20)
+        assert not checkpointer.save(1, {})
+        assert log.of("save_failed")[0]["reason"] == f"a checkpoint needs about 3.0 MiB, {disk} has 0.1 MiB free"
+
+
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
     folder.mkdir()
