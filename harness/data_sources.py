@@ -439,7 +439,9 @@ def _parse_json(text: str, where: str, key: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place = f"{where}: " if "line" in where else f"{where}, line {error.lineno}: "
-        raise user_error(key, f"{place}not valid JSON: {error.msg} at column {error.colno}", "one complete JSON object per line") from None
+        raise user_error(
+            key, f"{place}not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}", "one complete JSON object per line"
+        ) from None
     except RecursionError:
         raise user_error(key, f"{where}: JSON nested too deeply") from None
 

@@ -137,6 +137,7 @@ def test_broken_files_are_named(tmp_path, name, content, message):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"text": "a"}\n\n{"text": \n{"text": "b"}', "line 3: not valid JSON: Expecting value at column 10"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "\n{"text": "b"}', "line 2: not valid JSON: Unterminated string starting at column 10"),
         ("a.jsonl", '{"text": "a"}\n["b"]\n{"text": "b"}', "line 2: a JSON object is needed, not list"),
         ("a.json", '[{"text": "a"}, 1, {"text": "b"}]', "row 2: a JSON object is needed, not int"),
         ("a.csv", 'text,n\n"a",1\nc\nb,2\n', "line 3: not as many fields as the header has"),
