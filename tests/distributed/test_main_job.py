@@ -1,4 +1,4 @@
-"""The main job under every launcher and template, for real on gloo processes, against transformers' Trainer on the same data.
+"""The main job under every launcher and template, on gloo processes, against transformers' Trainer on the same data.
 
 Every run trains the same tiny float32 Llama on the same 160 documents of unequal length for 20 steps of 8 samples. Whatever the launcher,
 the engine, the number of processes and the cut into micro-batches, each step's loss is the Trainer's within 1e-4.
@@ -10,11 +10,12 @@ import json
 import random
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from tests.launching import ROOT, Result, run_launcher
+from tests.faults.fork_ranks import ForkServer
+from tests.launching import ROOT, Kind, Result, run_launcher
 
 NUM_STEPS, GLOBAL_BATCH = 20, 8
 TOLERANCE = 1e-4
@@ -162,8 +163,9 @@ def loads_and_generates(folder: Path) -> None:
 
 
 DS, FSDP = ROOT / "ds_configs", ROOT / "fsdp_configs"
-CASES: dict[str, tuple[str, int, int, str, list[str], dict[str, Any]]] = {
+CASES: dict[str, tuple[Kind | Literal["fork"], int, int, str, list[str], dict[str, Any]]] = {
     # name: launcher, processes, micro-batch, engine printed, arguments, options of the launch
+    # "fork" is none, where a flag of the training is tried under an engine that has its launcher above.
     "python": ("python", 1, 4, "ddp", [], {}),
     "torchrun-ddp": ("torchrun", 2, 2, "ddp", [], {}),
     "torchrun-fsdp": ("torchrun", 2, 4, "fsdp", ["--fsdp", "full_shard"], {}),
@@ -185,9 +187,9 @@ CASES: dict[str, tuple[str, int, int, str, list[str], dict[str, Any]]] = {
         ["--deepspeed", str(DS / "zero3.json")],
         {"script": Path("harness.run_clm"), "launcher_args": ["--module"]},
     ),
-    "checkpointing-selective": ("torchrun", 2, 2, "fsdp", ["--fsdp", "full_shard", "--activation_checkpointing", "selective"], {}),
+    "checkpointing-selective": ("fork", 2, 2, "fsdp", ["--fsdp", "full_shard", "--activation_checkpointing", "selective"], {}),
     "checkpointing-full-zero3": (
-        "torchrun",
+        "fork",
         2,
         2,
         "zero3",
@@ -202,10 +204,16 @@ LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES])
-def test_every_launcher_and_template_trains_like_the_trainer(name: str, reference: dict[str, Any], tmp_path: Path) -> None:
+def test_every_launcher_and_template_trains_like_the_trainer(
+    name: str, server: ForkServer, reference: dict[str, Any], tmp_path: Path
+) -> None:
     kind, num_processes, micro, engine, more, options = CASES[name]
     output = tmp_path / "out"
-    result = run_launcher(kind, num_processes, arguments(reference, output, num_processes, micro, *more), timeout_s=400, **options)  # type: ignore[arg-type]
+    command = arguments(reference, output, num_processes, micro, *more)
+    if kind == "fork":
+        result = server.run(command, num_processes, tmp_path / "life")
+    else:
+        result = run_launcher(kind, num_processes, command, timeout_s=400, **options)
     check_run(result, reference, engine, num_processes)
     loads_and_generates(output / "final")
 
@@ -225,7 +233,9 @@ def test_zero3_nvme_where_async_io_builds(reference: dict[str, Any], tmp_path: P
     check_run(result, reference, "zero3", 2)
 
 
-def test_a_tokenizer_with_more_tokens_grows_the_embedding_the_same_under_every_engine(reference: dict[str, Any], tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_grows_the_embedding_the_same_under_every_engine(
+    server: ForkServer, reference: dict[str, Any], tmp_path: Path
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
     from transformers.trainer_utils import set_seed
 
@@ -237,11 +247,11 @@ def test_a_tokenizer_with_more_tokens_grows_the_embedding_the_same_under_every_e
     byte_tokenizer().save_pretrained(tmp_path / "model")
     losses = {}
     for name in ("python", "torchrun-fsdp", "deepspeed-zero3"):
-        kind, num_processes, micro, _, more, options = CASES[name]
+        _, num_processes, micro, _, more, _ = CASES[name]
         output = tmp_path / name
         changes = ["--model_name_or_path", str(tmp_path / "model"), "--max_steps", "4"]
         command = [*arguments(reference, output, num_processes, micro, *more), *changes]
-        result = run_launcher(kind, num_processes, command, timeout_s=400, **options)  # type: ignore[arg-type]
+        result = server.run(command, num_processes, tmp_path / f"{name}-life")
         assert result.returncode == 0, result.stdout
         losses[name] = result.losses
         assert AutoModelForCausalLM.from_pretrained(output / "final").get_input_embeddings().weight.shape[0] == 259
