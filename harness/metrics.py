@@ -286,6 +286,24 @@ def read_metrics(path: str | Path, keep_superseded: bool = False) -> MetricsFile
     return MetricsFile(kept, len(superseded), num_bad_lines)
 
 
+def last_train_step(path: str | Path) -> int:
+    """Step of the last train row of a `metrics.jsonl`, read from its end; 0 where there is none."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 2**18))
+            lines = file.read().decode("utf-8", errors="replace").split("\n")
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            row = from_json_line(line)
+        except ValueError:  # empty, or cut off
+            continue
+        if row.get("kind") == "train" and isinstance(row.get("step"), int):
+            return int(row["step"])
+    return 0
+
+
 def superseded_indices(rows: Sequence[Mapping[str, Any]]) -> set[int]:
     """Indices of train and eval rows that were computed again.
 

@@ -16,6 +16,7 @@ from harness.args import Arguments
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
 from harness.findings import Finding, UserError, has_errors, user_error
+from harness.metrics import last_train_step
 from harness.optim import parameter_groups
 from harness.snapshots import Snapshots
 from harness.stored_state import (
@@ -181,9 +182,11 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
 
 
 def _lost_steps(trainer: Trainer) -> int:
-    """Updates of the life before that are made again."""
+    """Updates of the life before that are made again: as its guard says, else as far as its log came."""
     cause = guard_line.cause()
-    return max(0, int(cause.get("step", 0)) - trainer.state.step) if cause else 0
+    path = trainer.metrics.path
+    reached = int(cause.get("step", 0)) if cause else 0 if path is None else last_train_step(path)
+    return max(0, reached - trainer.state.step)
 
 
 def _from_snapshot(trainer: Trainer, snapshots: Snapshots, checkpointer: Checkpointer, coordinator: Coordinator) -> bool:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from harness.metrics import (
+    METRICS_FILE,
     MetricsLog,
     StepMetrics,
     format_console,
     from_json_line,
+    last_train_step,
     parse_console,
     read_metrics,
     summarize,
@@ -264,6 +266,20 @@ def test_full_disk_does_not_end_the_run(tmp_path: Any, capsys: Any) -> None:
     assert log.num_lost_rows == 2
     assert lines == ["train | step: 1 | loss: 3", "train | step: 2 | loss: 3"]
     assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_the_last_step_of_a_life_that_was_killed(tmp_path: Any) -> None:
+    assert last_train_step(tmp_path / "none") == 0
+    log, _ = make_log(tmp_path)
+    log.event("start")
+    assert last_train_step(tmp_path / METRICS_FILE) == 0
+    for step in (1, 2, 30, 7):  # 7 after a resume at 6: the last row counts, not the highest
+        log.log(StepMetrics(step=step, loss=4.0))
+    log.log({"step": 9, "eval_loss": 3.0}, kind="eval")
+    log.close()
+    with open(tmp_path / METRICS_FILE, "a") as file:
+        file.write('{"kind": "train", "step": 8, "lo')
+    assert last_train_step(tmp_path / METRICS_FILE) == 7
 
 
 def test_summary_of_all_lives(tmp_path: Any) -> None:

@@ -120,7 +120,7 @@ def test_everything_installed_is_pinned() -> None:
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
     wanted = "\n".join([config["options"]["install_requires"], *(extras[name] for name in ("test", "logging", "plots"))])
-    names = {re.split(r"[<>=\[ ]", line)[0].lower() for line in wanted.splitlines() if line}
+    names = {re.split(r"[<>=\[; ]", line)[0].lower() for line in wanted.splitlines() if line}
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
     assert names - pinned == set()
 
