@@ -81,7 +81,7 @@ class Recovery:
             self.check = checker(self.vote)
             engine.install_votes(self.check)
         elif self.ladder and not self.may_relaunch:
-            log.warning("an out-of-memory ends this run: steps with offload to host memory cannot be redone in process")
+            log.warning("an out-of-memory ends this run: steps with state on NVMe cannot be redone in process")
         self.record()
         cause = guard_line.cause()
         if self.steps_down and cause is not None and not cause.get("agreed"):  # the life that ended had no time to say it
