@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         args = parse_args(_with_placeholders(tokens))
-        tokenizer, max_positions = _tokenizer(args)
+        tokenizer, max_positions = _tokenizer(args, with_model=_names_a_model(tokens))
         data = prepare_data(args.data, tokenizer, max_positions=max_positions, seed=args.train.seed, say=print, is_local_main=True)
     except UserError as error:
         for finding in error.findings:
@@ -253,16 +253,27 @@ and data), and the run then finds the result in the cache:
 
 
 def _with_placeholders(tokens: list[str]) -> list[str]:
-    """A preparation writes no output folder, so it need not be given."""
-    given = any(token.replace("-", "_").startswith("__output_dir") for token in tokens)
-    return tokens if given else [*tokens, "--output_dir", "unused"]
+    """A preparation writes no output folder, so it need not be given; nor a model, where tokenizer and length of samples are."""
+    tokens = tokens if _given(tokens, "output_dir") else [*tokens, "--output_dir", "unused"]
+    return tokens if _names_a_model(tokens) else [*tokens, "--model_type", "llama"]
 
 
-def _tokenizer(args: Arguments) -> tuple[Any, int | None]:
-    """The run's tokenizer, and its model's limit of positions."""
+def _given(tokens: list[str], *names: str) -> bool:
+    flags = {token.partition("=")[0].replace("-", "_") for token in tokens if token.startswith("--")}
+    return any(f"__{name}" in flags for name in names)
+
+
+def _names_a_model(tokens: list[str]) -> bool:
+    """False where a tokenizer and `--block_size` say all that a preparation needs."""
+    others = _given(tokens, "model_name_or_path", "config_name", "model_type", "config")
+    return others or not (_given(tokens, "tokenizer_name") and _given(tokens, "block_size"))
+
+
+def _tokenizer(args: Arguments, with_model: bool) -> tuple[Any, int | None]:
+    """The run's tokenizer, and its model's limit of positions where there is a model."""
     from harness import modeling  # imports torch, which wrong arguments need not wait for
 
-    return modeling.load_tokenizer(args.model), modeling.max_positions(modeling.load_config(args.model))
+    return modeling.load_tokenizer(args.model), modeling.max_positions(modeling.load_config(args.model)) if with_model else None
 
 
 if __name__ == "__main__":

@@ -359,7 +359,10 @@ class ChatEncoder:
             ids, _ = self.tokenizer.ids_and_offsets(render(conversation.messages, False))
             return [(ids, [1] * len(ids))]
         if not any(conversation.trained):
-            raise chat_masks.ChatError("no turn to train on: it has no assistant turn, or every one is marked as not trained")
+            roles = sorted({str(message["role"]) for message in conversation.messages})
+            none = f"its roles are {', '.join(roles)}, none is assistant"
+            why = "every assistant turn is marked as not trained" if "assistant" in roles else none
+            raise chat_masks.ChatError(f"no turn to train on: {why}")
         if chat_masks.marks_generation(str(self.template)):
             out = self._apply(conversation.messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
             marked = chat_masks.select_runs(out["assistant_masks"], conversation)

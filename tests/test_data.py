@@ -457,3 +457,11 @@ def test_tokenize_command(tmp_path, capsys):
     assert "b.jsonl does not exist -> did you mean" in capsys.readouterr().err
     assert data_module.main(["--help"]) == 0
     assert "usage: harness tokenize" in capsys.readouterr().out
+
+
+def test_tokenizing_needs_a_tokenizer_and_a_length_but_no_model(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words\n" * 2000)
+    common = ["--train_file", str(tmp_path / "text.txt"), "--data_cache_dir", str(tmp_path / "cache"), "--tokenizer_name", "bytes"]
+    assert data_module.main([*common, "--block_size", "8192"]) == 0  # longer than a default model's limit: there is no model
+    assert data_module.main(common) == 2
+    assert "--model_name_or_path" in capsys.readouterr().err

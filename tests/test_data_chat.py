@@ -266,8 +266,9 @@ def test_a_template_that_is_none_is_one_message(template, reason):
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "user", "content": "Hi"}], "no turn to train on"),
-        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "train": False}], "no turn to train on"),
+        ([{"role": "user", "content": "Hi"}], "no turn to train on: its roles are user, none is assistant"),
+        ([{"role": "user", "content": "Hi"}, {"role": "wizard", "content": "Ho"}], "its roles are user, wizard, none is assistant"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "train": False}], "is marked as not trained"),
         ([], "not an empty one"),
         ("Hi", "not text"),
         ([{"role": "user"}], "turn 1 (user) has no content"),
