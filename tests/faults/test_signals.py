@@ -96,21 +96,30 @@ def check_stopped(result: Result, output: Path, before: int) -> int:
 STOPS: dict[str, Callable[[Launch], None]] = {"term": stop_by_term, "usr1": stop_by_usr1, "kill": kill_launcher}
 
 
-# A launch costs ten seconds and more: the short run has each launcher, and each way, once.
+# A launch costs ten seconds and more: the short run has each launcher, and each way, once, and its last lives are forked. How a launcher
+# starts a run that goes on is deepspeed's second life, and in the long form all of them.
+LONG = {"python": ["term", "usr1"], "torchrun": list(STOPS), "accelerate": list(STOPS), "deepspeed": list(STOPS)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "stops"),
+    ("kind", "stops", "last"),
     [
-        ("python", ["usr1"]),
-        ("torchrun", ["usr1"]),
-        ("accelerate", ["term"]),
-        ("deepspeed", ["term", "kill"]),
-        pytest.param("python", ["term", "usr1"], marks=pytest.mark.slow),
-        *(pytest.param(kind, list(STOPS), marks=pytest.mark.slow) for kind in ("torchrun", "accelerate", "deepspeed")),
+        ("python", ["usr1"], "forked"),
+        ("torchrun", ["usr1"], "forked"),
+        ("accelerate", ["term"], "forked"),
+        ("deepspeed", ["term", "kill"], "forked"),
+        *(pytest.param(kind, stops, "launched", marks=pytest.mark.slow) for kind, stops in LONG.items()),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_stopped_runs_go_on_exactly(
-    kind: Kind, stops: list[str], inputs: Path, straight: Callable[[str], list[dict[str, Any]]], tmp_path: Path
+    kind: Kind,
+    stops: list[str],
+    last: str,
+    server: ForkServer,
+    inputs: Path,
+    straight: Callable[[str], list[dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
     size, engine, options = LAUNCHERS[kind]
     output, step = tmp_path / "out", 0
@@ -120,8 +129,11 @@ def test_stopped_runs_go_on_exactly(
             wait_for_next_steps(launch, output, step)
             STOPS[stop](launch)
             step = check_stopped(launch.finish(400, orphans_s=GONE_WITHIN_S), output, step)
-    with launched(kind, size, arguments, output_dir=output, **options) as launch:
-        result = launch.finish(400)
+    if last == "forked":
+        result = server.run(arguments, size, tmp_path / "life", timeout_s=400)
+    else:
+        with launched(kind, size, arguments, output_dir=output, **options) as launch:
+            result = launch.finish(400)
     assert result.returncode == 0, result.stdout
     assert jobs.exit_code(output) == 0
     tolerance = jobs.ENGINES[engine].relative_tolerance
