@@ -463,6 +463,7 @@ def view(out: Path, rank: int) -> dict[str, str]:
     return json.loads((out / f"rank{rank}.json").read_text())
 
 
+@pytest.mark.slow  # test_main_job starts each of them in the same way
 @pytest.mark.parametrize("kind", ["torchrun", "deepspeed", "accelerate"])
 def test_helper_starts_each_launcher(tmp_path: Path, script: Path, yaml_file: Path, kind: Kind) -> None:
     out = tmp_path / "out"
@@ -500,7 +501,12 @@ def test_run_ends_with_the_runs_code(tmp_path: Path, script: Path, yaml_file: Pa
 
 @pytest.mark.parametrize(
     ("engine", "signum"),
-    [("ddp", signal.SIGTERM), ("ddp", signal.SIGUSR1), ("zero3", signal.SIGTERM), ("auto", signal.SIGINT)],
+    [
+        pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.slow),  # the next two have its launcher and its signal
+        ("ddp", signal.SIGUSR1),
+        ("zero3", signal.SIGTERM),
+        ("auto", signal.SIGINT),
+    ],
 )
 def test_a_stop_lets_every_rank_save(tmp_path: Path, script: Path, engine: str, signum: int) -> None:
     out, num_processes = tmp_path / "out", 1 if engine == "auto" else 2
