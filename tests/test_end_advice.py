@@ -28,9 +28,16 @@ def arguments(folder: Path, *more: str) -> object:
     )
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one test has measured of the models, the next one knows."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def cached(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.delenv("HARNESS_CACHE", raising=False)
     monkeypatch.setattr("harness.end_advice.TIMEOUT_S", 300.0)  # three models are measured at once, on a machine that may be busy
     return tmp_path
 
