@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -62,6 +60,8 @@ def child(mode: str, tokens: list[str]) -> int:
 
 def run(engine: str, mode: str, num_gpus: int, folder: Path, port: int, timeout_s: float) -> dict[str, Any]:
     """Runs one job; its times per save, seconds."""
+    from benchmarks.launched import log_end, read_rows
+    from benchmarks.launched import run as run_command
     from benchmarks.main_job import SHAPE_1B
 
     output, times = folder / f"{engine}-{mode}", folder / f"{engine}-{mode}.jsonl"
@@ -73,18 +73,9 @@ def run(engine: str, mode: str, num_gpus: int, folder: Path, port: int, timeout_
     command += ["--torch_compile", "False", "--auto_memory", "off"]  # neither changes what a save does
     command += ["--data_cache_dir", str(folder / "cache"), "--output_dir", str(output), "--auto_memory", "off", *ENGINES[engine]]
     log = folder / f"{engine}-{mode}.log"
-    with open(log, "w", encoding="utf-8") as file:
-        environ = dict(os.environ, OMP_NUM_THREADS="4", **{TIMES_FILE: str(times)})
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, cwd=ROOT, start_new_session=True)
-        try:
-            code: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = "timeout"
+    code = run_command(command, log, timeout_s, **{TIMES_FILE: str(times)})
     rows = [json.loads(line) for line in times.read_text().splitlines()] if times.exists() else []
-    metrics = output / "metrics.jsonl"
-    events = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    events = read_rows(output)
     steps = [row["step_time_s"] for row in events if row.get("kind") == "train"]
     size_bytes = sum(path.stat().st_size for path in output.glob("checkpoint-*/state/**/*") if path.is_file())
     result = {
@@ -97,7 +88,7 @@ def run(engine: str, mode: str, num_gpus: int, folder: Path, port: int, timeout_
         "checkpoint_gib": round(size_bytes / 2**30, 2),
     }
     if code != 0:
-        result["tail"] = log.read_text(errors="replace")[-1500:]
+        result["tail"] = log_end(log, 1500)
     return result
 
 
@@ -111,8 +102,7 @@ def main() -> int:
     parser.add_argument("--num_gpus", type=int, default=2)
     parser.add_argument("--timeout_s", type=float, default=240)
     options = parser.parse_args()
-    import torch
-
+    from benchmarks.launched import card_facts
     from benchmarks.main_job import SHAPE_1B
 
     wanted = set(filter(None, options.only.split(",")))
@@ -124,8 +114,7 @@ def main() -> int:
                 continue
             results.append(run(engine, mode, options.num_gpus, folder, 29700 + len(results), options.timeout_s))
             print(json.dumps(results[-1]), flush=True)
-            facts = {"command": " ".join(sys.argv), "card": torch.cuda.get_device_name(0), "num_gpus": options.num_gpus}
-            facts |= {"torch": torch.__version__, "shape": SHAPE_1B}
+            facts = {**card_facts(options.num_gpus, sys.argv), "shape": SHAPE_1B}
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
     print(f"{'engine':8s} {'mode':16s} {'code':>7s} {'GiB':>6s} {'step s':>7s}  stood still for each save, s | complete after, s")
     for row in results:

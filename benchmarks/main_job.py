@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -23,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 SHAPE_1B = (
     "hidden_size=2048,intermediate_size=8192,num_hidden_layers=16,num_attention_heads=32,num_key_value_heads=8,head_dim=64,"
     "vocab_size=128256,max_position_embeddings=8192"
@@ -93,6 +91,9 @@ def jobs(num_gpus: int) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any], num_gpus: int, folder: Path, port: int, timeout_s: float) -> dict[str, Any]:
+    from benchmarks.launched import log_end, read_rows
+    from benchmarks.launched import run as run_command
+
     output = folder / job["name"]
     if job.get("resume_of"):
         output = folder / job["resume_of"]
@@ -104,21 +105,11 @@ def run(job: dict[str, Any], num_gpus: int, folder: Path, port: int, timeout_s: 
         for flag in ("--learning_rate", "--lr_scheduler_type", "--warmup_steps", "--precision"):
             place = command.index(flag)
             del command[place : place + 2]
-    environment = dict(os.environ, OMP_NUM_THREADS="4")
-    if job["kind"] == "python":
-        environment["CUDA_VISIBLE_DEVICES"] = "0"
-    started = time.monotonic()
-    with open(folder / f"{job['name']}.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
-        try:
-            code: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = "timeout"
+    environment = {"CUDA_VISIBLE_DEVICES": "0"} if job["kind"] == "python" else {}
+    started, log = time.monotonic(), folder / f"{job['name']}.log"
+    code = run_command(command, log, timeout_s, **environment)
     result: dict[str, Any] = {"name": job["name"], "code": code, "seconds": round(time.monotonic() - started, 1)}
-    metrics = output / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    rows = read_rows(output)
     last_resume = max((index for index, row in enumerate(rows) if row.get("event") == "resume"), default=-1)
     if job.get("resume_of"):
         result["resumed_at_step"] = rows[last_resume]["step"] if last_resume >= 0 else None
@@ -132,10 +123,10 @@ def run(job: dict[str, Any], num_gpus: int, folder: Path, port: int, timeout_s: 
         result["peak_memory_gib"] = max(row.get("peak_memory_gib") or 0 for row in train)
     result["saves_stood_still_s"] = [row["stood_still_s"] for row in rows if row.get("event") == "save_started"]
     result["saves_complete_after_s"] = [row["duration_s"] for row in rows if row.get("event") == "save"]
-    text = (folder / f"{job['name']}.log").read_text(errors="replace")
+    text = log.read_text(errors="replace")
     result["engine_line"] = next((line.strip() for line in text.splitlines() if "engine=" in line and "num_processes=" in line), "")
     if code != 0:
-        result["tail"] = text[-1500:]
+        result["tail"] = log_end(log, 1500)
     return result
 
 

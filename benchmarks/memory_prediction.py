@@ -18,7 +18,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.launched import command_line, free_port, log_end, read_rows  # noqa: E402
 from harness.candidates import evaluate  # noqa: E402
 from harness.engine_memory import GIB  # noqa: E402
 from harness.ladder import MemorySettings  # noqa: E402
@@ -159,12 +159,6 @@ def rows() -> list[Row]:
         Row("zero2-1b-offload", "1b", "zero2", 4, full, template="zero2_offload"),
         Row("zero3-8b-lora", "8b", "zero3", 2, full, lora_r=16, template="zero3"),
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def command(row: Row, num_gpus: int, output: Path, cache: Path) -> list[str]:
@@ -294,8 +288,7 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     watch.stop()
-    metrics = output / "metrics.jsonl"
-    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
+    records = read_rows(output)
     train = [record for record in records if record.get("kind") == "train"]
     text = log_path.read_text(encoding="utf-8", errors="replace")
     result = {
@@ -311,7 +304,7 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
         "out_of_memory": "out of memory" in text.lower(),
     }
     if code != 0:
-        result["tail"] = text[-1500:]
+        result["tail"] = log_end(log_path, 1500)
     shutil.rmtree(output, ignore_errors=True)
     return result
 
@@ -394,7 +387,7 @@ def main() -> int:
         options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     else:
         predicted = predictions(todo, num_gpus, max(1, machine.num_cpus // 2))
-    facts = {"cards": [gpu.name for gpu in machine.gpus], "torch": torch.__version__, "command": " ".join(sys.argv)}
+    facts = {"cards": [gpu.name for gpu in machine.gpus], "torch": torch.__version__, "command": command_line(sys.argv)}
     folder = Path(tempfile.mkdtemp(prefix="memory-prediction-"))
     space = Space(int(machine.min_gpu_memory_bytes * options.memory_share))
 

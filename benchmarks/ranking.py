@@ -13,10 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -69,28 +66,17 @@ def shape(smoke: bool) -> tuple[str, int]:
 
 def measure_all(engine: str, num_gpus: int, folder: Path, timeout_s: float, smoke: bool) -> tuple[list[dict[str, Any]], str]:
     """The rows of the table that were timed, and the end of the log where the job failed."""
+    from benchmarks.launched import free_port, log_end, read_rows, run
     from benchmarks.main_job import arguments
 
     table, output = settings_of(engine), folder / "out"
     more = [*ENGINES[engine], "--save_strategy", "no", "--save_final", "False", "--torch_compile", "False", "--snapshot_steps", "0"]
     tokens = arguments(*shape(smoke), len(table) * STEPS_EACH, SAMPLES, output, folder / "cache", more)
     tokens[tokens.index("--logging_steps") + 1] = "1"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}", f"--master_port={port}", __file__]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_gpus}", f"--master_port={free_port()}", __file__]
     command += ["--engine", engine, "--child", *tokens]
-    with open(folder / "log", "w", encoding="utf-8") as log:
-        environment = dict(os.environ, OMP_NUM_THREADS="4", **{WORKER: "1"})
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
-        try:
-            code: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            code = "timeout"
-    metrics = output / "metrics.jsonl"
-    events = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    code = run(command, folder / "log", timeout_s, **{WORKER: "1"})
+    events = read_rows(output)
     train = {row["step"]: row for row in events if row["kind"] == "train"}
     rows = []
     for number, settings in enumerate(table):
@@ -99,7 +85,7 @@ def measure_all(engine: str, num_gpus: int, folder: Path, timeout_s: float, smok
         if len(steps) == TIMED:
             step_s, peak_gib = statistics.median(row["step_time_s"] for row in steps), steps[-1].get("peak_memory_gib") or 0.0
             rows.append({**settings, "step_s": step_s, "peak_gib": peak_gib})
-    return rows, "" if code == 0 else f"code {code}\n" + (folder / "log").read_text(errors="replace")[-2500:]
+    return rows, "" if code == 0 else f"code {code}\n" + log_end(folder / "log", 2500)
 
 
 def predict(engine: Any, num_gpus: int, rows: list[dict[str, Any]], smoke: bool) -> None:
@@ -158,6 +144,8 @@ def main() -> int:
     options = parser.parse_args()
     import torch
 
+    from benchmarks.launched import card_facts
+
     num_gpus = options.num_gpus or (2 if options.smoke else torch.cuda.device_count())
     rows, failed = measure_all(options.engine, num_gpus, Path(tempfile.mkdtemp(prefix="ranking-")), options.timeout_s, options.smoke)
     if failed:
@@ -167,8 +155,7 @@ def main() -> int:
     predict(options.engine, num_gpus, rows, options.smoke)
     chosen, fastest = min(rows, key=lambda row: row["predicted_step_s"]), min(rows, key=lambda row: row["step_s"])
     slower = chosen["step_s"] / fastest["step_s"] - 1
-    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
-    facts = {"card": card, "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
+    facts = card_facts(num_gpus, sys.argv)
     options.output.write_text(json.dumps({"facts": facts, "engine": options.engine, "slower": slower, "rows": rows}, indent=1) + "\n")
     print(table_text(rows))
     print(f"{len(rows)} settings; the planner's fastest is {100 * slower:.1f} % slower than the fastest")

@@ -16,12 +16,9 @@ import itertools
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +70,9 @@ def worker() -> int:
 def run(
     name: str, engine: list[str], micro: int, limit_at: int, share: float, num_gpus: int, folder: Path, timeout_s: float
 ) -> dict[str, Any]:
+    from benchmarks.launched import free_port, log_end, read_rows
+    from benchmarks.launched import run as run_command
     from benchmarks.main_job import SHAPE_1B, arguments
-    from launch.processes import processes_with, send
 
     output = folder / name
     more = [*engine, "--save_strategy", "no", "--save_final", "False", "--activation_checkpointing", "none"]
@@ -82,31 +80,12 @@ def run(
     tokens = arguments(SHAPE_1B, 2048, STEPS, micro, output, folder / "cache", more)
     tokens[tokens.index("--logging_steps") + 1] = "1"
     tokens[tokens.index("--learning_rate") + 1] = "1e-5"
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    launcher = ["torch.distributed.run", "--nproc_per_node", str(num_gpus), "--master_port", str(port)]
+    launcher = ["torch.distributed.run", "--nproc_per_node", str(num_gpus), "--master_port", str(free_port())]
     command = [sys.executable, "-m", *launcher, __file__, *tokens]
-    mark = uuid.uuid4().hex  # ranks have sessions of their own
-    environment = dict(
-        os.environ,
-        OMP_NUM_THREADS="4",
-        HARNESS_BENCHMARK_WORKER="1",
-        HARNESS_BENCHMARK_RUN=mark,
-        **{LIMIT_VARIABLE: str(limit_at), SHARE_VARIABLE: str(share)},
-    )
-    started = time.monotonic()
-    with open(folder / f"{name}.log", "w", encoding="utf-8") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT, start_new_session=True)
-        try:
-            code: int | str = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = "timeout"
-        finally:
-            send(processes_with("HARNESS_BENCHMARK_RUN", mark), signal.SIGKILL)
-            process.wait()
-    metrics = output / "metrics.jsonl"
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    limits = {LIMIT_VARIABLE: str(limit_at), SHARE_VARIABLE: str(share)}
+    started, log = time.monotonic(), folder / f"{name}.log"
+    code = run_command(command, log, timeout_s, HARNESS_BENCHMARK_WORKER="1", **limits)
+    rows = read_rows(output)
     ladder = json.loads((output / "ladder.json").read_text()) if (output / "ladder.json").exists() else {"steps_down": []}
     train = [row for row in rows if row["kind"] == "train"]
     result = {
@@ -122,10 +101,10 @@ def run(
         "lost_steps": sum(row.get("lost_steps") or 0 for row in rows if row.get("event") == "resume"),
         "between_rows_s": max((after["time_s"] - before["time_s"] for before, after in itertools.pairwise(train)), default=0.0),
     }
-    text = (folder / f"{name}.log").read_text(errors="replace")
+    text = log.read_text(errors="replace")
     result["phases"] = [line.strip() for line in text.splitlines() if ": done in " in line and "rank" not in line.split(":")[0]]
     if code != 0:
-        result["tail"] = text[-4000:]
+        result["tail"] = log_end(log, 4000)
     return result
 
 
@@ -141,6 +120,8 @@ def main() -> int:
     parser.add_argument("--timeout_s", type=float, default=300)
     options = parser.parse_args()
     import torch
+
+    from benchmarks.launched import card_facts
 
     num_gpus = options.num_gpus or torch.cuda.device_count()
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
@@ -164,7 +145,7 @@ def main() -> int:
                 run(case, [*engines[name], *more, *options.more.split()], micro, limit_at, share, num_gpus, folder, options.timeout_s)
             )
             print(json.dumps({key: value for key, value in results[-1].items() if key not in DETAILS}), flush=True)
-            facts = {"card": torch.cuda.get_device_name(0), "num_gpus": num_gpus, "torch": torch.__version__, "command": " ".join(sys.argv)}
+            facts = card_facts(num_gpus, sys.argv)
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
     heads = f"{'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
     print(f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {heads}")
