@@ -381,8 +381,8 @@ def main() -> int:
     if options.again:
         todo, again = [], [row for row in table if row.name in done]
         predicted = predictions(again, num_gpus, max(1, machine.num_cpus // 2))
-        for result in results:
-            with_prediction(result, predicted[result["name"]], num_gpus)
+        for known in results:
+            with_prediction(known, predicted[known["name"]], num_gpus)
         kept["results"] = [*others, *results]
         options.output.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     else:
