@@ -26,6 +26,7 @@ from harness.check_arguments import check_arguments, model_facts, offload_findin
 from harness.check_deepspeed import check_deepspeed
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
+from harness.device_map_text import refuse_in_launch
 from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
@@ -61,6 +62,7 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
             findings += _fsdp_findings(run, environ, num_processes, machine, num_machines)
     except UserError as error:
         findings += error.findings
+    findings += refuse_in_launch(run.maps.device_map, num_processes)
     findings += check_arguments(run, engine=engine, num_processes=num_processes, environ=environ, machine=machine)
     findings += check_environment(environ)
     return sort_findings(findings)

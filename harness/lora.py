@@ -477,13 +477,19 @@ def run_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows_of(dataloader: Iterable[Any]) -> list[dict[str, list[int]]]:
-    """Samples of a data loader whose batches are mappings of tensors or lists; padding (attention_mask 0) is taken off.
+    """Samples of a data loader whose batches are mappings of tensors or lists, or lists of such; padding (attention_mask 0) is taken off.
 
     Returns:
         Rows with "input_ids" and "labels", both of the sample's own length.
+
+    Raises:
+        UserError: a batch without "input_ids".
     """
     rows: list[dict[str, list[int]]] = []
-    for batch in dataloader:
+    for batch in (part for batch in dataloader for part in (batch if isinstance(batch, (list, tuple)) else [batch])):
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            what = f"one with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+            raise user_error("dataloader", f"a batch must be a mapping with input_ids, not {what}", "a collate_fn that makes such")
         columns = {name: torch.as_tensor(batch[name]) for name in ("input_ids", "attention_mask", "labels") if name in batch}
         ids = columns["input_ids"]
         mask = columns.get("attention_mask", torch.ones_like(ids)).bool()

@@ -28,7 +28,22 @@ from harness.argument_rules import resolve
 from harness.findings import Finding, UserError, user_error
 
 # What a wrong value should have been, by the function that reads it.
-_KINDS = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
+_KINDS = {"int": "a whole number", "whole_number": "a whole number", "float": "a number", "string_to_bool": "true or false"}
+
+
+def whole_number(text: str) -> int:
+    """100000 from "100000", and from "1e5", which YAML 1.1 reads as text.
+
+    Raises:
+        ValueError: no number, or not a whole one.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if not number.is_integer():
+            raise
+        return int(number)
 
 
 class _WrongUseError(Exception):
@@ -57,7 +72,7 @@ class _Parser:
             if action.type is string_to_bool and action.nargs is None:  # Optional[bool]: bare means True, as for bool
                 action.nargs, action.const = "?", True
             if callable(action.type):
-                action.type = self._noting(action, action.type)
+                action.type = self._noting(action, whole_number if action.type is int else action.type)
         self.inner.add_argument("--config", default=None, help="YAML file with the same names; flags win over it.")
 
     def _noting(self, action: argparse.Action, read: Callable[[str], Any]) -> Callable[[str], Any]:

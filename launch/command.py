@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from importlib import util
 from pathlib import Path
 
+from harness.check_launch import read_hostfile
+from harness.findings import UserError
 from launch import machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,10 +227,18 @@ class _Builder:
             problems.append(f"--engine {engine} is one process, but --num_nodes is {options.num_nodes}")
         if options.hostfile and not engine.startswith("zero"):
             problems.append(f"--hostfile is deepspeed's; with --engine {engine} run this on each machine with --num_nodes and --node_rank")
+        device_map = self._device_map()
+        if device_map and num_processes * options.num_nodes > 1 and engine not in ("python", "device_map"):
+            problems.append(f"--device_map {device_map} is for one process, but num_processes is {num_processes * options.num_nodes}")
         if (options.config_file or options.template) and engine in ("python", "device_map", "ddp"):
             problems.append(f"--engine {engine}: its launcher has no config file; the script's own --config comes after --")
         if problems:
             raise LaunchError("\n".join(problems))
+
+    def _device_map(self) -> str | None:
+        """What the script is told to spread over cards, by a flag or in its YAML file."""
+        config = script_value(self.script_args, "config")
+        return script_value(self.script_args, "device_map") or (yaml_scalars(Path(config)).get("device_map") if config else None)
 
     def _master(self, config: Mapping[str, str]) -> tuple[str | None, int | None]:
         """Address and port where the processes meet; None leaves them to the launcher's own config file."""
@@ -284,8 +294,7 @@ class _Builder:
             self.plan.notes.append(f"the script's --deepspeed {typed} is used, no template")
         command = _tool(self.python, "deepspeed", "deepspeed.launcher.runner")
         if options.hostfile:
-            if not Path(options.hostfile).is_file():
-                raise LaunchError(f"--hostfile {options.hostfile}: no such file")
+            self._check_hosts(options.hostfile)
             command += ["--hostfile", options.hostfile]
             if options.node_rank is not None:  # started on each machine by itself
                 command += ["--no_ssh", "--node_rank", str(options.node_rank)]
@@ -312,6 +321,14 @@ class _Builder:
         address, port = self._master({})
         command += ["--master_addr", address] if address else []
         return [*command, "--master_port", str(port), *options.launcher_arg]
+
+    @staticmethod
+    def _check_hosts(hostfile: str) -> None:
+        """The launcher itself takes a missing file for one machine, and tells a typing mistake by a traceback."""
+        try:
+            read_hostfile(hostfile)
+        except UserError as error:
+            raise LaunchError("\n".join(f"{each.key}: {each.message} -> {each.fix}" for each in error.findings)) from None
 
     def _equal_hosts(self, num_processes: int) -> Path:
         """A host file for machines that are all started by themselves: deepspeed wants one, and takes only counts and order from it."""

@@ -106,9 +106,6 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_here(tmp_path: Path) -> Non
     path = tmp_path / "run.yaml"
     path.write_text("model_type: llama\noutput_dir: out\nlearning_rate: 2e-5\nmax_steps: 1e5\nbf16: no\nper_device_train_batch_size: '8'\n")
     assert yaml.safe_load(path.read_text())["learning_rate"] == "2e-5"  # YAML 1.1 wants a dot
-    with pytest.raises(UserError, match="max_steps"):
-        parse_args(["--config", str(path)])
-    path.write_text(path.read_text().replace("1e5", "100000"))
     train = parse_args(["--config", str(path)]).train
     assert (train.learning_rate, train.max_steps, train.bf16, train.per_device_train_batch_size) == (2e-5, 100000, False, 8)
 

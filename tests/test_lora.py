@@ -505,6 +505,10 @@ def test_rows_of_a_data_loader() -> None:
         {"input_ids": [4, 5], "labels": [4, 5]},
         {"input_ids": [6, 7], "labels": [-100, 7]},
     ]
+    assert rows_of([[{"input_ids": [1]}, {"input_ids": [2, 3]}]]) == rows_of([{"input_ids": [1]}, {"input_ids": [2, 3]}])
+    for batch, what in (({"ids": [1]}, "one with ids"), (torch.ones(2), "a Tensor"), (["text"], "a str")):
+        with pytest.raises(UserError, match=f"a batch must be a mapping with input_ids, not {what}"):
+            rows_of([batch])
 
 
 def test_train_lora_hands_on(monkeypatch: pytest.MonkeyPatch) -> None:
