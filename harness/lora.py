@@ -486,7 +486,7 @@ def rows_of(dataloader: Iterable[Any]) -> list[dict[str, list[int]]]:
         UserError: a batch without "input_ids".
     """
     rows: list[dict[str, list[int]]] = []
-    for batch in (part for batch in dataloader for part in (batch if isinstance(batch, (list, tuple)) else [batch])):
+    for batch in (part for parts in dataloader for part in (parts if isinstance(parts, (list, tuple)) else [parts])):
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             what = f"one with {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
             raise user_error("dataloader", f"a batch must be a mapping with input_ids, not {what}", "a collate_fn that makes such")

@@ -61,7 +61,7 @@ def taken() -> Iterator[int]:
 
 
 def test_b01_batch_keys_that_disagree_with_the_number_of_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """https://github.com/deepspeedai/DeepSpeed/issues/6914. Besides the two ways to mend it, the third one (a micro-batch of 8) is offered."""
+    """https://github.com/deepspeedai/DeepSpeed/issues/6914. A third way to mend it, a micro-batch of 8, is offered too."""
     keys = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     file = ds_json(tmp_path, **keys, **zero(2))
     code, text = checked(capsys, "--deepspeed", file, "--num_processes", "4")
