@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.processes import processes_with, send
+from harness.processes import processes_with, send
 
 ROOT = Path(__file__).resolve().parent.parent
 _MARK = "HARNESS_BENCHMARK_RUN"

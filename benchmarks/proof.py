@@ -205,7 +205,7 @@ def command(system: str, folder: Path, device: str, port: int, num_ranks: int) -
 
 def run(system: str, folder: Path, device: str, port: int, num_ranks: int, timeout_s: float) -> dict[str, Any]:
     """One system; ended when it has said nothing for `timeout_s`."""
-    from launch.processes import processes_with, send
+    from harness.processes import processes_with, send
 
     output, log = folder / system / "out", folder / system / "log.txt"
     output.parent.mkdir(parents=True)

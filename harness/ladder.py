@@ -266,6 +266,25 @@ class SeenMemory:
     allocated_bytes: float | None = None
 
 
+def worst_report(reports: Sequence[dict[str, Any]]) -> int:
+    """The rank that lacked the most: of those whose allocation failed, the one furthest over its limit; 0 where none says."""
+
+    def lack(rank: int) -> float:
+        each = reports[rank]
+        return float((each["allocated_gib"] or 0.0) + (each["requested_gib"] or 0.0) - (each["limit_gib"] or 0.0))
+
+    return max((rank for rank, each in enumerate(reports) if each["failure"]), key=lack, default=0)
+
+
+def seen_memory(report: dict[str, Any]) -> SeenMemory:
+    """A rank's report in the ladder's terms."""
+
+    def num_bytes(name: str) -> float | None:
+        return report[name] * 2**30 if report[name] else None
+
+    return SeenMemory(num_bytes("limit_gib"), num_bytes("requested_gib"), num_bytes("allocated_gib"))
+
+
 def correction(need_bytes: float, seen: SeenMemory) -> float:
     """By how much predictions must at least be multiplied, when settings predicted to need `need_bytes` ran out of memory."""
     at_least = max(seen.limit_bytes or 0.0, (seen.allocated_bytes or 0.0) + (seen.requested_bytes or 0.0))

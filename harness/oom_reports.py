@@ -11,22 +11,12 @@ from typing import Any
 
 import torch
 
+from harness import rank_hook
 from harness.checkpoint_files import write_json
-from harness.ladder import MemorySettings, Rung, SeenMemory
+from harness.ladder import MemorySettings, Rung
+from harness.rank_hook import size_in
 
 LADDER_FILE = "ladder.json"
-
-# Messages of allocators other than torch's own that mean out of memory (their exceptions have no type of their own).
-_OOM_MESSAGES = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "Cuda failure 'out of memory'",
-    "Cuda failure 2 'out of memory'",
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-)
 
 
 class EndOfLadderError(RuntimeError):
@@ -35,25 +25,12 @@ class EndOfLadderError(RuntimeError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for a GPU, library or host allocation that failed; False for every other error, sticky CUDA errors included."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if isinstance(error, EndOfLadderError):
-        return False
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _OOM_MESSAGES)
-
-
-_GIB_OF = {"KiB": 2**-20, "MiB": 2**-10, "GiB": 1.0}
-
-
-def _size_in(text: str, pattern: str) -> float | None:
-    """A size in torch's message, GiB."""
-    match = re.search(pattern + r" ([\d.]+) (KiB|MiB|GiB)", text)
-    return round(float(match.group(1)) * _GIB_OF[match.group(2)], 3) if match else None
+    return not isinstance(error, EndOfLadderError) and rank_hook.is_out_of_memory(error)
 
 
 def memory_report(device: torch.device, failure: str) -> dict[str, Any]:
     """What this rank saw, in GiB: requested and allocated when it failed (from torch's message), and what it may use of its card."""
-    allocated: float | None = _size_in(failure, "Of the allocated memory")
+    allocated: float | None = size_in(failure, "Of the allocated memory")
     limit = None
     if device.type == "cuda":
         if allocated is None:
@@ -62,7 +39,7 @@ def memory_report(device: torch.device, failure: str) -> dict[str, Any]:
         limit = round(share * torch.cuda.mem_get_info(device)[1] / 2**30, 3)
     return {
         "failure": failure,
-        "requested_gib": _size_in(failure, "Tried to allocate"),
+        "requested_gib": size_in(failure, "Tried to allocate"),
         "allocated_gib": round(allocated or 0.0, 3),
         "limit_gib": limit,
         "others": _other_processes(device) if failure else [],
@@ -79,25 +56,6 @@ def _other_processes(device: torch.device) -> list[str]:
         return []
     found = re.findall(r"process +(\d+) uses +([\d.]+) MB", listing)
     return [f"pid {pid}: {float(mib) / 1024:.1f} GiB" for pid, mib in found if int(pid) != os.getpid()]
-
-
-def worst_report(reports: Sequence[dict[str, Any]]) -> int:
-    """The rank that lacked the most: of those whose allocation failed, the one furthest over its limit; 0 where none says."""
-
-    def lack(rank: int) -> float:
-        each = reports[rank]
-        return float(each["allocated_gib"] + (each["requested_gib"] or 0.0) - (each["limit_gib"] or 0.0))
-
-    return max((rank for rank, each in enumerate(reports) if each["failure"]), key=lack, default=0)
-
-
-def seen_memory(report: dict[str, Any]) -> SeenMemory:
-    """A rank's report in the ladder's terms."""
-
-    def num_bytes(name: str) -> float | None:
-        return report[name] * 2**30 if report[name] else None
-
-    return SeenMemory(num_bytes("limit_gib"), num_bytes("requested_gib"), num_bytes("allocated_gib"))
 
 
 def _content(folder: Path) -> dict[str, Any]:

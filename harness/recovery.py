@@ -24,14 +24,12 @@ import torch
 from harness import guard_line
 from harness.coordination import Coordinator, StopFlag
 from harness.engines.base import Engine
-from harness.ladder import MemorySettings, Rung, SeenMemory, describe_change, next_settings
+from harness.ladder import MemorySettings, Rung, SeenMemory, describe_change, next_settings, seen_memory, worst_report
 from harness.oom_reports import (
     EndOfLadderError,
     is_out_of_memory,
     memory_report,
-    seen_memory,
     steps_down_so_far,
-    worst_report,
     write_ladder,
 )
 from harness.votes import PeerOutOfMemoryError, Vote, checker, make_vote

@@ -26,7 +26,7 @@ from harness.end_advice import advice
 from harness.engines.build import initial_settings
 from harness.findings import UserError
 from harness.guard_line import die_with_parent
-from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder
+from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder, seen_memory
 from harness.machine import detect_machine
 from harness.memory import CONTEXT_BYTES
 from harness.oom_reports import (
@@ -35,7 +35,6 @@ from harness.oom_reports import (
     host_relief_so_far,
     last_good_settings,
     last_settings,
-    seen_memory,
     steps_down_so_far,
     write_ladder,
 )

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == ROOT / "launch":
     sys.path[0] = str(ROOT)  # run by path: import from the clone, wherever it lies
 
-from launch import auto_engine, cluster, machine, processes  # noqa: E402
+from harness import processes  # noqa: E402
+from launch import auto_engine, cluster, machine  # noqa: E402
 from launch.command import ALIASES, ENGINES, LaunchError, Options, Plan, find_python, make_plan, script_value, shell_line  # noqa: E402
 
 EXIT_FILE = "exit.json"

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from harness.processes import processes_with, send
 from launch.machine import free_port
-from launch.processes import processes_with, send
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_CLM = ROOT / "harness/run_clm.py"

@@ -208,7 +208,8 @@ def test_rungs_are_written_with_their_estimates() -> None:
 def test_report_of_a_rank_is_read_from_torchs_message() -> None:
     import torch
 
-    from harness.oom_reports import memory_report, seen_memory, worst_report
+    from harness.ladder import seen_memory, worst_report
+    from harness.oom_reports import memory_report
 
     text = (
         "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 79.11 GiB of which 301.25 MiB is free. Including"

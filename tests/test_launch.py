@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import machine, processes, run
+from harness import processes
+from launch import machine, run
 from launch.command import LaunchError, Options, Plan, choose_engine, make_plan, output_dir_of, shell_line, yaml_scalars
 from tests.launching import ROOT, Kind, launched, run_launcher
 

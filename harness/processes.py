@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +24,9 @@ MARK = "HARNESS_LAUNCH_ID"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NOTE_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
+WATCH_S = 0.5
+# Ranks that wait for one that is gone have nothing to save.
+LOST_GRACE_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,13 +131,23 @@ class Job:
       interrupt kills at once. SIGHUP (a closed terminal) goes on as SIGTERM, which training understands as "save and stop".
     - SIGUSR1 and SIGUSR2 go to the ranks only: torchrun dies of them. The launchers are started with them ignored.
     - When the launcher has ended, whatever of the job still runs is ended too.
+    - When `is_lost` says that nothing of it can go on, all of it is ended within seconds.
+
+    Args:
+        is_lost: asked every `WATCH_S` seconds while the launcher runs.
     """
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], grace_s: float = 35.0) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        grace_s: float = 35.0,
+        is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.command = list(command)
         self.mark = uuid.uuid4().hex
         self.environ = {**environ, MARK: self.mark}
-        self.grace_s = grace_s
+        self.grace_s, self.is_lost = grace_s, is_lost
         self.stopped_by: int | None = None
         self._pending: list[int] = []
         self._killed: set[int] = set()
@@ -159,9 +172,12 @@ class Job:
                 signal.signal(signum, lambda signum, _frame: send(ranks_of(self.mark), signum))
             for early in self._pending:
                 self._stop(early)
-            code = self._process.wait()
+            code, lost = self._wait(self._process)
             signal.alarm(0)
-            if self.stopped_by is None:
+            if lost:
+                num_killed = end_processes(self.mark, polite_s=0.0, grace_s=LOST_GRACE_S)
+                code = self._process.wait()
+            elif self.stopped_by is None:
                 num_killed = end_processes(self.mark, polite_s=5.0, grace_s=self.grace_s)
             else:
                 num_killed = end_processes(self.mark, polite_s=self.grace_s, grace_s=0.0)
@@ -170,6 +186,14 @@ class Job:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
         return Ended(code if code >= 0 else 128 - code, self.stopped_by, num_killed + len(self._killed))
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+        """(exit code, False) at the launcher's end, (0, True) as soon as the job is lost."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(WATCH_S), False
+            if self.stopped_by is None and self.is_lost():
+                return 0, True
 
     def _on_stop(self, signum: int, _frame: FrameType | None) -> None:
         if self._process is None:
