@@ -31,7 +31,7 @@ from harness.lora import BASE_FOLDER, base_weights, check_first_update, export_a
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
-from harness.resume import config_facts, load_best, resume, template_facts
+from harness.resume import config_facts, find_begin, load_best, resume, template_facts
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
 from harness.starting_settings import DryRunWatch, Start, build_ahead, choose_start, job_facts
@@ -310,8 +310,10 @@ def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinat
         seed=train.seed if train.data_seed is None else train.data_seed,
         pin_memory=coordinator.device.type == "cuda",
     )
+    find_begin(args, loader, getattr(prepared.train, "fingerprint", ""), coordinator)
     plan = plan_run(
         train,
+        num_steps=loader.num_steps(train.num_train_epochs),
         steps_per_epoch=loader.steps_per_epoch,
         global_batch_size=global_batch_size,
         has_evaluation=prepared.evaluation is not None,

@@ -62,7 +62,7 @@ class Recovery:
         self.host_relief = host_relief
         self.coordinator, self.stop, self.engine = coordinator, stop, engine
         self.ladder, self.folder, self.on_event = list(ladder), folder, on_event
-        self.stop_agreed = False
+        self.stop_agreed = self.is_dry = False
         self.steps_down = steps_down_so_far(folder, coordinator.num_processes) if folder is not None and self.ladder else []
         self.may_relaunch = bool(self.ladder) and not coordinator.max([float(not guard_line.can_relaunch())], "guards")[0]
         self.before_relaunch: Callable[[], object] = lambda: None
@@ -158,11 +158,18 @@ class Recovery:
         change = self.lower[phase]()
         if change is None:
             advice = self.coordinator.broadcast(self.advise(self.engine.settings) if self.coordinator.is_main_process else "")
-            raise EndOfLadderError(end_message(worst, reports[worst], self.steps_down, advice))
+            raise EndOfLadderError(end_message(worst, reports[worst], self.steps_down, advice, self._at(phase)))
         self._note(change, "redo")
         seen = reports[worst]["failure"]
         if self.coordinator.is_main_process:
-            log.warning("out of memory on rank %d in phase '%s' (%s): %s; redoing the same samples", worst, phase, seen, change)
+            where = (worst, phase, self._at(phase), seen)
+            log.warning("out of memory on rank %d in phase '%s' %s (%s): %s; redoing the same samples", *where, change)
+
+    def _at(self, phase: str) -> str:
+        """Where the run is, for messages: the step that failed, or the last one that was done."""
+        if self.is_dry:
+            return "before step 1"
+        return f"at step {self.current_step() + (phase in ('step', 'update'))}"
 
     def _step_down_early(self) -> None:
         """Where the allocator frees and retries step after step, every step is slow and the next one may fail."""
@@ -199,8 +206,8 @@ class Recovery:
         self._note(change, "relaunch")
         if self.coordinator.is_main_process:
             log.warning(
-                "out of memory on rank %d in phase '%s' (%s): %s; starting all ranks again",
-                *(self.report[name] for name in ("rank", "phase", "failure")),
+                "out of memory on rank %d in phase '%s' %s (%s): %s; starting all ranks again",
+                *(self.report["rank"], self.report["phase"], self._at(self.report["phase"]), self.report["failure"]),
                 change,
             )
         self.record(new)
@@ -237,18 +244,21 @@ class Recovery:
         if self.vote is None:
             return
         random_state = _random_state(self.coordinator.device)
+        self.is_dry = True
         self.run("step", function, *args)
+        self.is_dry = False
         self._free()
         _restore_random_state(random_state, self.coordinator.device)
 
 
-def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mapping[str, Any]], advice: str = "") -> str:
-    """What a run says when nothing is left to lower; `advice` is the planner's, with numbers."""
+def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mapping[str, Any]], advice: str = "", at: str = "") -> str:
+    """What a run says when nothing is left to lower; `advice` is the planner's, with numbers, `at` says where the run was."""
     tried = "; ".join(str(step["change"]) for step in steps_down)
     others = report.get("others") or []
     sharing = f" Other processes hold memory of that card: {', '.join(others)}." if others else ""
+    where = f" {at}" if at else ""
     return (
-        f"out of memory on rank {rank} with nothing left to lower: {report['failure']}. Allocated {report['allocated_gib']} GiB of"
+        f"out of memory on rank {rank}{where} with nothing left to lower: {report['failure']}. Allocated {report['allocated_gib']} GiB of"
         f" {report['limit_gib']} GiB.{sharing} Tried: {tried or 'nothing, the settings were the lowest'}."
         f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_8bit."
     )
@@ -260,7 +270,8 @@ def relaunch_alone(phase: str, error: BaseException, coordinator: Coordinator, s
     if coordinator.device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError) and "CPU" in f"{error} {type(error)}":
         report["memory"] = "host"
     keep_memory_snapshot(coordinator)
-    log.warning("out of memory in phase '%s' (%s): starting all ranks again", phase, report["failure"], extra={"all_ranks": True})
+    at = f" at step {step + (phase in ('step', 'update'))}" if step else ""
+    log.warning("out of memory in phase '%s'%s (%s): starting all ranks again", phase, at, report["failure"], extra={"all_ranks": True})
     guard_line.relaunch({"phase": phase, "agreed": False, "at_s": time.time(), "step": step, **report})
 
 

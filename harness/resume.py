@@ -19,6 +19,7 @@ from harness.findings import Finding, UserError, has_errors, user_error
 from harness.metrics import last_train_step
 from harness.optim import parameter_groups
 from harness.snapshots import Snapshots
+from harness.step_loader import StepLoader
 from harness.stored_state import (
     DcpState,
     StoredState,
@@ -29,6 +30,7 @@ from harness.stored_state import (
     engine_family,
     is_trainer_checkpoint,
 )
+from harness.streaming import StreamLoader
 from harness.trainer import Trainer, TrainState
 
 log = logging.getLogger("harness")
@@ -56,11 +58,12 @@ def template_facts(template: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in _BATCH}
 
 
-def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
+def compare(saved: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[Finding]:
     """Everything in which a checkpoint's run differs from this one: errors where the result would differ, else warnings.
 
     Args:
         saved, now: the "run" of trainer_state.json; facts that either lacks are not compared.
+        place: where the run is, said of another batch.
     """
     found: list[Finding] = []
 
@@ -72,7 +75,7 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Finding]:
     if "global_batch_size" in both:
         say(
             "error",
-            f"the checkpoint had {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}",
+            f"the checkpoint had {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}{place}",
             f"keep micro-batch x accumulation x processes as it was: --target_batch_size {saved['global_batch_size']}{force}",
         )
     if "data_fingerprint" in both:
@@ -127,13 +130,13 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -
     return ", ".join(parts[:6]) + (", ..." if len(parts) > 6 else "")
 
 
-def check(saved: Mapping[str, Any], now: Mapping[str, Any], *, force: bool) -> None:
+def check(saved: Mapping[str, Any], now: Mapping[str, Any], *, force: bool, place: str = "") -> None:
     """Says what differs, and refuses what would not continue the same run.
 
     Raises:
         UserError: with every difference that matters, unless `force`.
     """
-    findings = compare(saved, now)
+    findings = compare(saved, now, place)
     if has_errors(findings) and not force:
         raise UserError(findings)
     for finding in findings:
@@ -171,14 +174,78 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
         if found is None:
             return False
         saved = json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
-        check(saved["run"], trainer.identity, force=args.train.force_resume)
+        check(saved["run"], trainer.identity, force=args.train.force_resume, place=_place(saved, trainer))
         restore(found, saved, trainer, checkpointer, coordinator)
         trainer.state = TrainState.from_dict(saved["state"])
         if saved["run"].get("data_fingerprint") == trainer.identity["data_fingerprint"]:
-            trainer.loader.load_state_dict(saved.get("data", {}))
+            _begin_after(saved, trainer.loader)
+            _check_length(args, trainer, found)
     trainer.metrics.event("resume", step=trainer.state.step, path=str(found), lost_steps=_lost_steps(trainer))
     log.info("resuming at step %d of %d", trainer.state.step, trainer.plan.max_steps)
     return True
+
+
+def find_begin(args: Arguments, loader: StepLoader | StreamLoader, fingerprint: str, coordinator: Coordinator) -> None:
+    """Before the number of steps is fixed: a run that was forced to go on with another batch has steps of two sizes.
+
+    Whatever is wrong with the checkpoint is said when it is resumed.
+    """
+    if args.train.max_steps > 0:
+        return
+
+    def read() -> Any:
+        wanted = Path(args.train.resume_from_checkpoint or "auto")
+        own = next(
+            (
+                each
+                for each in checkpoint_files.list_checkpoints(Path(args.train.output_dir or "."))
+                if (each / checkpoint_files.COMPLETE).exists()
+            ),
+            None,
+        )
+        found = wanted if wanted.is_dir() and not (own is not None and guard_line.attempt() > 0) else own
+        if found is None or is_trainer_checkpoint(found):
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
+
+    saved = coordinator.broadcast(read() if coordinator.is_main_process else None)
+    with contextlib.suppress(UserError, KeyError, TypeError, ValueError, AttributeError):
+        if saved["run"]["data_fingerprint"] == fingerprint:
+            _begin_after(saved, loader)
+
+
+def _begin_after(saved: Mapping[str, Any], loader: Any) -> None:
+    """The loader's next step takes the samples that follow those of the checkpoint's last one.
+
+    Raises:
+        UserError: with another batch the order would be another.
+    """
+    batch, data = saved["run"].get("global_batch_size"), saved.get("data", {})
+    if batch in (None, loader.global_batch_size):
+        loader.load_state_dict(data)
+    else:
+        loader.go_on(int(saved["state"]["step"]), batch, data)
+
+
+def _place(saved: Mapping[str, Any], trainer: Trainer) -> str:
+    """Where a checkpoint with another batch stands, for the message; "" where nothing can be said."""
+    run, now = saved["run"], trainer.identity
+    if run.get("data_fingerprint") != now["data_fingerprint"] or run.get("global_batch_size") in (None, now["global_batch_size"]):
+        return ""
+    try:
+        _begin_after(saved, trainer.loader)
+    except UserError:
+        return ""
+    seen, left = trainer.loader.begin.position, trainer.plan.max_steps - int(saved["state"]["step"])
+    return f"; {seen} samples of the epoch are trained on, {left} steps are left"
+
+
+def _check_length(args: Arguments, trainer: Trainer, found: Path) -> None:
+    """The learning rate's schedule is as long as the run whose newest checkpoint is used."""
+    if args.train.max_steps <= 0 and trainer.loader.num_steps(args.train.num_train_epochs) != trainer.plan.max_steps:
+        message = f"{found.name} has another number of samples per step than the newest checkpoint, which cannot be used"
+        raise user_error(KEY, message, "remove the newest checkpoint, or give --max_steps")
 
 
 def _lost_steps(trainer: Trainer) -> int:

@@ -7,8 +7,10 @@ workers, nor the micro-batch size changes what a step learns from, and any step 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -34,6 +36,28 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Sample: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Begin:
+    """Where the steps of this size begin: at the beginning, or where a run went on that had another number of samples per step.
+
+    Attributes:
+        step: optimizer steps made before, with whatever they took.
+        epoch, position: what they have taken: whole epochs, and samples of the next one. (Of a stream `position` counts all.)
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Begin:
+        """Out of a loader's `state_dict`."""
+        return cls(*state.get("begin", ()))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {} if self == Begin() else {"begin": [self.step, self.epoch, self.position]}
 
 
 class SampleList:
@@ -145,6 +169,7 @@ class StepLoader:
         self.pad_id = pad_id
         self.pin_memory = pin_memory
         self.steps_per_epoch = size // global_batch_size if drop_last else -(-size // global_batch_size)
+        self.begin = Begin()
         self._permutation = functools.lru_cache(maxsize=2)(self._make_permutation)
         self._group = functools.lru_cache(maxsize=2)(self._make_group)
 
@@ -178,21 +203,64 @@ class StepLoader:
         steps = [ordered[step * batch : (step + 1) * batch] for step in order]
         return np.concatenate([*steps, ordered[full * batch :]])
 
+    def _num_steps(self, num_samples: int, batch: int) -> int:
+        return num_samples // batch if self.drop_last else -(-num_samples // batch)
+
+    def _place(self, index: int, batch: int, begin: Begin) -> tuple[int, int]:
+        """(epoch, position of the first sample) of step `index`, where steps of `batch` samples began at `begin`."""
+        step = index - begin.step
+        of_first_epoch = self._num_steps(len(self.dataset) - begin.position, batch)
+        if 0 <= step < of_first_epoch:
+            return begin.epoch, begin.position + step * batch
+        epochs, step = divmod(step - of_first_epoch, self._num_steps(len(self.dataset), batch))
+        return begin.epoch + 1 + epochs, step * batch
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Optimizer steps of a run of so many epochs."""
+        begin, batch, size = self.begin, self.global_batch_size, len(self.dataset)
+        if begin == Begin():
+            return math.ceil(num_epochs * self.steps_per_epoch)
+        if num_epochs <= begin.epoch + 1:
+            return begin.step + max(0, self._num_steps(math.ceil((num_epochs - begin.epoch) * size) - begin.position, batch))
+        rest = math.ceil((num_epochs - begin.epoch - 1) * self.steps_per_epoch)
+        return begin.step + self._num_steps(size - begin.position, batch) + rest
+
+    def go_on(self, step: int, old_batch: int, state: dict[str, Any]) -> int:
+        """From `step` on, takes up the samples after those that were trained on with another number of samples per step.
+
+        Args:
+            step: the next one.
+            old_batch: samples per step before.
+            state: `state_dict` of the loader before.
+
+        Returns:
+            Samples of the epoch that are trained on.
+
+        Raises:
+            UserError: the order of samples follows from the samples per step.
+        """
+        if self.strategy == "group_by_length":
+            message = f"the order of samples by length follows from the samples per step, and these were {old_batch}"
+            raise user_error("--train_sampling_strategy", message, f"--target_batch_size {old_batch}")
+        self.begin = Begin(step, *self._place(step, old_batch, Begin.of(state)))
+        return self.begin.position
+
     def indices(self, index: int) -> np.ndarray:
         """Numbers of this rank's samples of optimizer step `index`, in order, without zero-weight ones."""
-        epoch, step = divmod(index, self.steps_per_epoch)
-        first = step * self.global_batch_size + self.process_index * self.samples_per_rank
+        epoch, begin = self._place(index, self.global_batch_size, self.begin)
+        first = begin + self.process_index * self.samples_per_rank
         positions = np.arange(first, min(first + self.samples_per_rank, len(self.dataset)))
         if self.strategy == "sequential":
             return positions
         if self.strategy == "random" or not len(positions):
             return self._permutation(epoch)(positions)
-        number = step // GROUP_STEPS
+        number = begin // self.global_batch_size // GROUP_STEPS
         return self._group(epoch, number)[positions - number * GROUP_STEPS * self.global_batch_size]
 
     def step(self, index: int) -> StepBatch:
         """This rank's part of optimizer step `index`, counted from 0 over all epochs."""
-        epoch = index // self.steps_per_epoch
+        epoch, begin = self._place(index, self.global_batch_size, self.begin)
+        is_last = self._place(index + 1, self.global_batch_size, self.begin)[0] > epoch
         at = getattr(self.dataset, "at", None)
         samples: list[Sample] = []
         sources: list[int] = []
@@ -205,7 +273,7 @@ class StepLoader:
                 sources.append(source)
         return make_step_batch(
             samples,
-            (index + 1) / self.steps_per_epoch,
+            epoch + 1.0 if is_last else (epoch * self.steps_per_epoch + begin / self.global_batch_size + 1) / self.steps_per_epoch,
             pad_id=self.pad_id,
             num_fillers=self.samples_per_rank - len(samples),
             source_ids=None if at is None else sources,
@@ -225,6 +293,7 @@ class StepLoader:
         if self.num_workers == 0:
             yield from map(self.step, range(start_step, stop))
             return
+        import torch
         from torch.utils.data import DataLoader
 
         steps: Any = DataLoader(
@@ -234,6 +303,9 @@ class StepLoader:
             num_workers=self.num_workers,
             prefetch_factor=self.prefetch,
             collate_fn=_identity,
+            # Its own: the workers' seed would be drawn from the process's random numbers, and dropout would have others than without
+            # workers, or than before a resume.
+            generator=torch.Generator(),
         )
         iterator = _iterate(steps)
         while True:
@@ -248,11 +320,12 @@ class StepLoader:
             yield batch
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Nothing: where a step's samples are follows from its number. (A stream's loader has something to say here.)"""
-        return {}
+        """Where steps of this size began. (A stream's loader has more to say here.)"""
+        return self.begin.to_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave."""
+        self.begin = Begin.of(state)
 
 
 class _Steps:

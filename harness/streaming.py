@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ from harness.findings import UserError, user_error
 from harness.permutation import Permutation, combine_seeds
 from harness.preparation import SEGMENT_CHARS, Preparer
 from harness.source_specs import FileSource, HubSource, Source, digest
+from harness.step_loader import Begin
 from harness.token_store import TokenizedDataset, TokenStore
 
 UNKNOWN_STEPS = 1 << 40
@@ -336,6 +338,7 @@ class StreamLoader:
         self.samples_per_rank = global_batch_size // num_processes
         self.pad_id = pad_id
         self.pin_memory = pin_memory
+        self.begin = Begin()
 
     def describe(self) -> str:
         """One line about the order."""
@@ -344,9 +347,25 @@ class StreamLoader:
             f"{'shuffled within' if self.dataset.shuffle else 'in the order of'} windows of {self.dataset.rows_per_window:,} rows"
         )
 
+    def _position(self, index: int) -> int:
+        """Of the first sample of a step in the order of all samples."""
+        return self.begin.position + (index - self.begin.step) * self.global_batch_size
+
+    def num_steps(self, num_epochs: float) -> int:
+        """Of a run of so many epochs; nobody knows, so `--max_steps` says it."""
+        return math.ceil(num_epochs * self.steps_per_epoch)
+
+    def go_on(self, step: int, old_batch: int, state: State) -> int:
+        """As `StepLoader.go_on`; what is left of the stream is read from there."""
+        begin = Begin.of(state)
+        self.begin = Begin(step, 0, begin.position + (step - begin.step) * old_batch)
+        if "number" in state:
+            self.dataset.restore(state)
+        return self.begin.position
+
     def step(self, index: int) -> StepBatch:
         """This rank's part of optimizer step `index`."""
-        first = index * self.global_batch_size + self.process_index * self.samples_per_rank
+        first = self._position(index) + self.process_index * self.samples_per_rank
         pairs = [self.dataset.sample(position) for position in range(first, first + self.samples_per_rank)]
         return make_step_batch([sample for _, sample in pairs], float(pairs[-1][0]), pad_id=self.pad_id, pin_memory=self.pin_memory)
 
@@ -360,9 +379,10 @@ class StreamLoader:
 
     def state_dict(self, next_step: int) -> State:
         """The position in the data, equal on all ranks, for a checkpoint before optimizer step `next_step`."""
-        return self.dataset.state(next_step * self.global_batch_size)
+        return self.dataset.state(self._position(next_step)) | self.begin.to_dict()
 
     def load_state_dict(self, state: State) -> None:
         """Goes on from what `state_dict` gave, on any number of ranks; with nothing, the place is found from the beginning."""
-        if state:
+        self.begin = Begin.of(state)
+        if "number" in state:
             self.dataset.restore(state)

@@ -23,6 +23,7 @@ from harness.profiling import StepProfiler
 from harness.recovery import Recovery
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
+from harness.step_loader import Begin
 
 log = logging.getLogger("harness")
 
@@ -80,9 +81,9 @@ def _interval(value: float, total: int) -> int:
     return max(1, math.ceil(value * total) if value < 1 else int(value))
 
 
-def plan_run(train: TrainArguments, *, steps_per_epoch: int, global_batch_size: int, has_evaluation: bool) -> RunPlan:
-    """Resolves epochs, shares and strategies into step counts."""
-    max_steps = train.max_steps if train.max_steps > 0 else math.ceil(train.num_train_epochs * steps_per_epoch)
+def plan_run(train: TrainArguments, *, num_steps: int, steps_per_epoch: int, global_batch_size: int, has_evaluation: bool) -> RunPlan:
+    """Resolves epochs, shares and strategies into step counts; `num_steps` are those of `--num_train_epochs`."""
+    max_steps = train.max_steps if train.max_steps > 0 else num_steps
     save = {"no": 0, "steps": _interval(train.save_steps, max_steps), "epoch": steps_per_epoch}[train.save_strategy]
     every = train.eval_steps if train.eval_steps is not None else train.logging_steps
     evaluate = {"no": 0, "steps": _interval(every, max_steps), "epoch": steps_per_epoch}[train.eval_strategy]
@@ -172,6 +173,10 @@ class StepWatch:
 
 class Loader(Protocol):
     """What the loop needs of a loader: batches from any step on, and what a checkpoint must hold for that."""
+
+    begin: Begin
+
+    def num_steps(self, num_epochs: float) -> int: ...
 
     def prefetching(self, start_step: int = 0, num_steps: int | None = None) -> Iterator[StepBatch]: ...
 
