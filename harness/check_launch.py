@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from harness.build_locks import extensions_folder, is_abandoned, is_held, owner_of
 from harness.findings import Finding, UserError, user_error
 from harness.machine import Machine
 
@@ -318,30 +317,17 @@ def _rank_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_build_locks(environ: Mapping[str, str]) -> list[Finding]:
-    """Locks that a killed build of a C++ extension left behind.
-
-    PyTorch's extension builder waits for the file `lock` to vanish, without a time limit; a job that was killed while DeepSpeed built its
-    operators leaves it there, and every later job then hangs at its start.
-    """
-    root = Path(environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    """Locks that a killed build of a C++ extension left behind, or that another machine holds (see harness.build_locks)."""
+    root = extensions_folder(environ)
     locks = [path.resolve() for pattern in ("*/lock", "*/*/lock") for path in root.glob(pattern)]
-    held = _open_files() if locks else set()
-    return [
-        Finding(
-            "warning",
-            "TORCH_EXTENSIONS_DIR",
-            f"{lock} was left by a build that was killed: jobs that need {lock.parent.name} wait for it for ever",
-            f"rm {lock}",
-        )
-        for lock in locks
-        if str(lock) not in held
-    ]
-
-
-def _open_files() -> set[str]:
-    """Every file that a process of this user has open on this machine."""
-    opened: set[str] = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # processes of others, and those that just ended
-            opened.add(os.readlink(link))
-    return opened
+    findings: list[Finding] = []
+    for lock in (lock for lock in locks if not is_held(lock)):
+        name = lock.parent.name
+        if is_abandoned(lock, patience_s=0.0):
+            message, fix = f"{lock} was left by a build that was killed: other programs that need {name} wait for it for ever", f"rm {lock}"
+        else:
+            where = owner_of(lock) or "a machine that shares the folder"
+            message = f"{lock}: {name} is being compiled on {where}, or a build there was killed"
+            fix = f"where none runs any more: rm {lock}"
+        findings.append(Finding("warning", "TORCH_EXTENSIONS_DIR", message, fix))
+    return findings

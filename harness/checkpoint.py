@@ -73,12 +73,14 @@ class PendingSave:
     Attributes:
         error: why this rank gave up.
         peer_failed: set when the ranks, asking each other, learn that one gave up: its mark in the folder may be missing on a full disk.
+        moved_at_s: when this rank's threads last got on (monotonic clock), so that one which hangs on a dead disk is noticed.
     """
 
     def __init__(self, step: int, marks: files.Marks, final: Path) -> None:
         self.step, self.marks, self.final = step, marks, final
         self.error: str | None = None
         self.peer_failed = False
+        self.moved_at_s = time.monotonic()
         self.threads: list[threading.Thread] = []
 
     def start(self, written: Future[None], timeout_s: float, on_complete: Callable[[Path], None]) -> None:
@@ -92,16 +94,34 @@ class PendingSave:
         """This rank's share of the work after its files are written: hash every n-th file of all."""
         marks = self.marks
         try:
-            written.result()
+            self._watch(written)
             marks.leave("written")
             marks.wait("written", timeout_s, self._reason_to_give_up)
-            marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes))
+            marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes, self._moves))
         except BaseException as error:  # torch's CheckpointException is no Exception; a thread that dies silently is waited for
             self.error = f"{_one_line(error)}{_free_room(marks.folder)}"
             # On a full disk there is room for the mark when this rank takes something of its own away.
             (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # else the others learn it when they next ask each other
                 marks.leave("failed", self.error)
+
+    def _moves(self) -> None:
+        self.moved_at_s = time.monotonic()
+
+    def _watch(self, written: Future[None]) -> None:
+        """Until the engine's files are written; notes whether they grow."""
+        size = -1
+        while True:
+            with contextlib.suppress(TimeoutError):
+                written.result(timeout=1.0)
+                break
+            if written.done():  # a TimeoutError of its own
+                written.result()
+            now = files.size_of(self.marks.folder)
+            if now != size:
+                size = now
+                self._moves()
+        self._moves()
 
     def _finish(self, timeout_s: float, on_complete: Callable[[Path], None]) -> None:
         marks = self.marks
@@ -249,6 +269,7 @@ class Checkpointer:
             # Asking each other, not only their own threads, the ranks notice at once when one of them is gone.
             running = True
             while running:
+                self._check_moves(self.pending)
                 own = [float(self.pending.is_running()), float(self.pending.error is not None)]
                 running, self.pending.peer_failed = map(bool, self.coordinator.max(own, "checkpoint being written"))
                 time.sleep(0.02 if running else 0.0)
@@ -264,6 +285,12 @@ class Checkpointer:
         elif self.coordinator.num_processes > 1:
             self.last_complete = pending.final
         return not errors
+
+    def _check_moves(self, pending: PendingSave) -> None:
+        """Raises TimeoutError where this rank's files do not grow any more: a thread that hangs in the kernel cannot be ended."""
+        if pending.is_running() and time.monotonic() > pending.moved_at_s + 2 * self.timeout_s:
+            rank, seconds = self.coordinator.process_index, 2 * self.timeout_s
+            raise TimeoutError(f"rank {rank} has written nothing of checkpoint {pending.step} to {self.output_dir} within {seconds:.0f} s")
 
     def _settle(self) -> None:
         """Waits until this rank's engine writes no more, also of a save that was given up; what went wrong is reported elsewhere."""

@@ -14,6 +14,7 @@ While being written the folder is called `.tmp-checkpoint-<step>`; the rename ha
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -83,12 +84,22 @@ def data_files(folder: Path) -> list[Path]:
     )
 
 
-def hash_share(folder: Path, index: int, count: int) -> dict[str, dict[str, Any]]:
-    """Size and hash of every `count`-th file from `index` on, by path relative to the folder."""
-    return {
-        str(path.relative_to(folder)): {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in data_files(folder)[index::count]
-    }
+def hash_share(folder: Path, index: int, count: int, on_file: Callable[[], object] = lambda: None) -> dict[str, dict[str, Any]]:
+    """Size and hash of every `count`-th file from `index` on, by path relative to the folder; calls `on_file` after each."""
+    share: dict[str, dict[str, Any]] = {}
+    for path in data_files(folder)[index::count]:
+        share[str(path.relative_to(folder))] = {"size_bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        on_file()
+    return share
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files below a folder; those that come and go meanwhile may be missed."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total
 
 
 @dataclasses.dataclass

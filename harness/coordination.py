@@ -10,9 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness import node_facts
+from harness import node_facts, whereabouts
 from harness.findings import Finding, UserError, has_errors, user_error
 
 log = logging.getLogger("harness")
@@ -78,6 +79,20 @@ _SIGNS_OF_A_LOST_PEER = ("Timed out", "timed out", "Timeout", "Connection closed
 SILENCE_S = 2.0
 
 
+_SIGNS_OF_A_LIMIT = re.compile(r"[Tt]imed? ?out|TIMEOUT|within \d|monitoredBarrier", re.ASCII)
+
+
+def is_over_the_limit(error: BaseException) -> bool:
+    """True where a wait for other ranks has come to its limit, so that somewhere a rank hangs; false where one is known to have ended."""
+    return isinstance(error, RuntimeError) and _SIGNS_OF_A_LIMIT.search(str(error)) is not None
+
+
+def _asker(what: str) -> str:
+    """Names a wait by the function that asked for it: "gather of checkpoint.finish"."""
+    frame = sys._getframe(2)
+    return f"{what} of {Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+
+
 class PeerFailedError(RuntimeError):
     """Another rank did not arrive, or reported a failure."""
 
@@ -92,6 +107,7 @@ class Coordinator:
         device: where this process computes.
         backend: backend of the default process group, "gloo" or "cpu:gloo,cuda:nccl".
         timeout_s: limit of every wait on other ranks.
+        waited_s: how long this rank has waited for the others on the host; the one that the others wait for has the least.
     """
 
     num_processes: int
@@ -104,6 +120,7 @@ class Coordinator:
     host_group: Any = None
     checkpoint_group: Any = None
     store: dist.Store | None = None
+    waited_s: float = 0.0
 
     @property
     def is_main_process(self) -> bool:
@@ -116,11 +133,20 @@ class Coordinator:
     def _host_all_reduce(self, tensor: torch.Tensor, op: Any, what: str) -> torch.Tensor:
         if self.num_processes == 1:
             return tensor
-        try:
+        with self._waiting(what):
             dist.all_reduce(tensor, op=op, group=self.host_group)
+        return tensor
+
+    @contextlib.contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """Something inside waits for all ranks, at most `timeout_s`. Raises PeerFailedError where it fails."""
+        started = time.monotonic()
+        try:
+            with whereabouts.waiting(what):
+                yield
         except RuntimeError as error:
             raise PeerFailedError(f"waiting for the other ranks in '{what}' failed on rank {self.process_index}: {error}") from None
-        return tensor
+        self.waited_s += time.monotonic() - started
 
     def sum(self, values: Sequence[float], what: str = "sum") -> list[float]:
         """Sums over ranks, in float64 on the host."""
@@ -135,7 +161,8 @@ class Coordinator:
         if self.num_processes == 1:
             return [value]
         values: list[Any] = [None] * self.num_processes
-        dist.all_gather_object(values, value, group=self.host_group)
+        with self._waiting(_asker("gather")):
+            dist.all_gather_object(values, value, group=self.host_group)
         return values
 
     def broadcast(self, value: Any) -> Any:
@@ -143,7 +170,8 @@ class Coordinator:
         if self.num_processes == 1:
             return value
         holder = [value]
-        dist.broadcast_object_list(holder, src=0, group=self.host_group)
+        with self._waiting(_asker("broadcast")):
+            dist.broadcast_object_list(holder, src=0, group=self.host_group)
         return holder[0]
 
     def wait_for_everyone(self, name: str) -> None:
@@ -154,10 +182,9 @@ class Coordinator:
         """
         if self.num_processes == 1:
             return
-        try:
-            dist.monitored_barrier(group=self.host_group, timeout=timedelta(seconds=self.timeout_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise PeerFailedError(f"barrier '{name}': {error}") from None
+        limit = timedelta(seconds=self.timeout_s)
+        with self._waiting(f"barrier {name}"):
+            dist.monitored_barrier(group=self.host_group, timeout=limit, wait_all_ranks=True)
 
     def silent_ranks(self, error: BaseException) -> str:
         """For the report of a failure that comes from another rank: which one says nothing. Costs up to two seconds.

@@ -6,6 +6,7 @@
 - a launcher that dies (the deepspeed runner leaves its ranks behind when it is killed) ends the run with a save, not with orphans;
 - a guard that dies takes its child with it;
 - the child's exit code and signal reach the launcher unchanged, and `exit.json` names a signal that killed it from outside;
+- when a rank has waited for the others for too long, or has crashed, the guards tell where each rank is (harness.whereabouts);
 - a child that must come back with smaller settings is started again, on all ranks, without the launcher's notice (harness.relaunch_hub).
 """
 
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import cgroups, guard_line
+from harness import cgroups, guard_line, whereabouts
 from harness.guard_line import die_with_parent
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
 
@@ -32,6 +33,9 @@ CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 POLL_S = 0.5
+STACKS_FILE = "stacks-rank-{rank}.txt"
+MAX_RANKS_TOLD = 64  # of a large job: what a packet to the training process holds
+ORPHANED = "the launcher is gone"
 # A launcher that is gone is a request to stop; after this long the child is killed.
 ORPHAN_GRACE_S = 30.0
 # Between a ruling and the end of a child that does not end by itself.
@@ -97,6 +101,7 @@ def is_alive(pid: int, started: str) -> bool:
 class Child(Protocol):
     """The training process, as subprocess.Popen shows it."""
 
+    pid: int
     returncode: int | None
 
     def poll(self) -> int | None: ...
@@ -122,9 +127,12 @@ class Guard:
         self.from_hub = Lines()
         self.ruling: Ruling | None = None
         self.attempt = 0
-        self.reported = self.stop_asked = False
+        self.reported = self.stop_asked = self.is_orphan = False
         self.cause: dict[str, Any] | None = None
         self.held: dict[str, int] = {}
+        self.where: whereabouts.Whereabouts | None = None
+        self.asked_from: str | None = None  # the child's place in the code, when it asked where the others are
+        self.found: dict[str, dict[str, Any]] = {}
         self.folder: Path | None = None
         self.started_s = time.time()
         self.killed_by = ""
@@ -161,7 +169,11 @@ class Guard:
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
+        if self.where is not None:
+            self.where.close()
+        self.where, self.asked_from, self.found = whereabouts.Whereabouts(), None, {}
         environment = {
+            whereabouts.VARIABLE: str(self.where.descriptor),
             guard_line.LINE_VARIABLE: str(theirs.fileno()),
             guard_line.ATTEMPT_VARIABLE: str(self.attempt),
             guard_line.HELD_VARIABLE: json.dumps(self.held),
@@ -179,7 +191,7 @@ class Guard:
         self.num_kernel_kills = cgroups.num_kernel_kills()
         self.line = ours
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._hear_child(ours))
-        self.child = self.start_child(environment, (theirs.fileno(), *self.held.values()))
+        self.child = self.start_child(environment, (theirs.fileno(), self.where.descriptor, *self.held.values()))
         theirs.close()
 
     def start_child(self, environment: dict[str, str], descriptors: tuple[int, ...]) -> Child:
@@ -209,6 +221,9 @@ class Guard:
         message = json.loads(data)
         if message["op"] == "hub" and self.to_hub is None:
             self._call_hub(message)
+        elif message["op"] == "where":
+            self.asked_from = str(message["at"])
+            self._ask_where()
         elif message["op"] == "cause":
             self.cause = message["cause"]
         elif message["op"] == "folder":
@@ -231,6 +246,8 @@ class Guard:
             self.leave_at_s = time.monotonic() + (LAST_WORD_S if child.returncode not in IN_ORDER else IN_ORDER_S)
             cause = self._why(child.returncode)
             self.killed_by = self._signal_from_outside(child.returncode, cause)
+            if child.returncode == -signal.SIGABRT and cause is None:
+                self._ask_where()  # NCCL's watchdog aborts a process whose collective does not end: where are the others?
             if cause is None:
                 self._record_kill()  # at once: the others fail because of it, and the first reason stays
             self._report(Report(self.rank, self.attempt, child.returncode, cause))
@@ -247,6 +264,8 @@ class Guard:
         ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
         if ended_by_us and self.ruling is not None:  # it could not say why any more
             self._record(f"rank {self.rank} was ended, because {self.ruling.why}")
+        elif child.returncode < 0 and self.is_orphan:
+            self._record(f"rank {self.rank} was ended without a save, because {ORPHANED}")
         return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
 
     def _why(self, code: int) -> dict[str, Any] | None:
@@ -262,7 +281,10 @@ class Guard:
         if code >= 0 or self.kill_at_s is not None:
             return ""
         who = ", " + cause["failure"].removeprefix("killed ") if cause and "failure" in cause else ""
-        return f"rank {self.rank} was killed by {signal_text(-code)}{who}"
+        stacks = self.where.stacks() if self.where is not None else ""
+        place = whereabouts.place_of(stacks[stacks.rfind("Fatal Python error") :]) if "Fatal Python error" in stacks else ""
+        at = f" at {place}; the stacks of its threads are in {self._write_stacks(stacks)}" if place else ""
+        return f"rank {self.rank} was killed by {signal_text(-code)}{who}{at}"
 
     def _record_kill(self) -> None:
         if self.killed_by:
@@ -274,6 +296,47 @@ class Guard:
         from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
 
         record_exit(self.folder, FAILED, reason, self.rank, self.started_s)
+
+    # ---- where everybody is
+
+    def _ask_where(self) -> None:
+        """Begins to find out where all ranks are."""
+        if self.to_hub is None:
+            self._take_whereabouts({str(self.rank): self._position()})
+            return
+        with contextlib.suppress(OSError):
+            send_line(self.to_hub, {"op": "where"})
+
+    def _position(self) -> dict[str, Any]:
+        """Where this guard's own process is; the stacks of its threads go to the run's folder."""
+        if self.where is None or self.child is None:
+            return {}
+        code = self.child.poll()
+        found = self.where.look(self.child.pid)
+        if code is not None:
+            found["state"] = f"has ended with {f'exit code {code}' if code >= 0 else signal_text(-code)}"
+            found["at"] = whereabouts.place_of(self.where.stacks())
+        elif self.asked_from is not None:
+            found["at"] = self.asked_from
+        self._write_stacks(self.where.stacks())
+        return found
+
+    def _write_stacks(self, stacks: str) -> str:
+        """Returns the name of the file."""
+        name = STACKS_FILE.format(rank=self.rank)
+        if self.folder is not None and stacks:
+            with contextlib.suppress(OSError):
+                (self.folder / name).write_text(stacks, encoding="utf-8")
+        return name
+
+    def _take_whereabouts(self, found: dict[str, dict[str, Any]]) -> None:
+        self.found = found
+        if self.asked_from is None:
+            return
+        late = whereabouts.late(found)
+        told = [*late, *(rank for rank in found if rank not in late)][:MAX_RANKS_TOLD]
+        with contextlib.suppress(OSError):
+            self.line.send(json.dumps({rank: found[rank] for rank in sorted(told, key=int)}).encode())
 
     # ---- the hub
 
@@ -303,7 +366,13 @@ class Guard:
         except (OSError, ValueError):
             data, messages = b"", []
         for message in messages:
-            self._obey(Ruling(**message))
+            if message.get("op") == "where":
+                with contextlib.suppress(OSError):
+                    send_line(self.to_hub, {"op": "position", "position": self._position()})
+            elif message.get("op") == "whereabouts":
+                self._take_whereabouts(message["ranks"])
+            else:
+                self._obey(Ruling(**message))
         if not data:
             self.selector.unregister(self.to_hub)
             self.to_hub.close()
@@ -318,12 +387,16 @@ class Guard:
             return
         if ruling.kind == "fail":
             print(f"rank {self.rank}: ending, because {ruling.why}", file=sys.stderr, flush=True)
-            self._send(signal.SIGTERM)
+            self._ask_to_stop(ruling.why)
         # A peer of a rank that must come back sits in a collective with it, maybe in a GPU wait: nothing of it can be saved.
         grace_s = FAIL_GRACE_S if ruling.kind == "fail" else RELAUNCH_GRACE_S
         self.kill_at_s = min(self.kill_at_s or float("inf"), time.monotonic() + grace_s)
 
     def _hang_up(self) -> None:
+        if self.rank == 0 and self.found:
+            from harness.run_folder import add_ranks
+
+            add_ranks(self.folder, {rank: whereabouts.describe(rank, found) for rank, found in self.found.items()}, self.started_s)
         if self.to_hub is not None and self.to_hub.fileno() >= 0:
             self.selector.unregister(self.to_hub)
             self.to_hub.close()
@@ -344,13 +417,22 @@ class Guard:
         if self.child.poll() is None:
             self.child.send_signal(number)
 
+    def _ask_to_stop(self, why: str) -> None:
+        """Args:
+        why: for the child's own report of its end; else it would know only the signal.
+        """
+        if why and self.where is not None:
+            self.where.note(why)
+        self._send(signal.SIGTERM)
+
     def _watch_launchers(self) -> None:
         if self.kill_at_s is None:
             if all(is_alive(pid, started) for pid, started in self.launchers):
                 return
-            print("the launcher is gone: stopping after a save", file=sys.stderr, flush=True)
+            print(f"{ORPHANED}: stopping after a save", file=sys.stderr, flush=True)
+            self.is_orphan = not self.stop_asked  # else it was asked to stop before, and the launcher has only not waited for it
+            self._ask_to_stop(ORPHANED if self.is_orphan else "")
             self.stop_asked = True
-            self._send(signal.SIGTERM)
             self.kill_at_s = time.monotonic() + ORPHAN_GRACE_S
         elif time.monotonic() > self.kill_at_s:
             self._send(signal.SIGKILL)

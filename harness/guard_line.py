@@ -96,6 +96,25 @@ def tell_folder(folder: Path, started_s: float) -> None:
     _tell({"op": "folder", "path": str(folder.absolute()), "started_s": started_s})
 
 
+def ask_whereabouts(at: str, limit_s: float = 8.0) -> dict[str, dict[str, Any]]:
+    """Where every rank of the job is, asked of all guards because this one has waited for the others for too long.
+
+    Args:
+        at: this process's own place in the code.
+
+    Returns:
+        What harness.whereabouts.Whereabouts.look finds, by rank; of a large job the ranks that say most. Empty where no guard answers.
+    """
+    line = _line()
+    if line is None or not _tell({"op": "where", "at": at}):
+        return {}
+    try:
+        line.settimeout(limit_s)
+        return dict(json.loads(line.recv(MAX_PACKET_BYTES)))
+    except (OSError, ValueError):
+        return {}
+
+
 def relaunch(cause: dict[str, Any]) -> NoReturn:
     """Ends this process so that all ranks start again.
 

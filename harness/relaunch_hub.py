@@ -186,6 +186,47 @@ def _listen(address: str, backlog: int) -> socket.socket:
     return other
 
 
+# What the guards may take to find out where their processes are, and for how long their answer stands.
+COLLECT_S = 3.0
+FRESH_S = 20.0
+
+
+class RollCall:
+    """Where all ranks are, asked of their guards when one has waited for too long; without sockets or clocks."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.found: dict[str, dict[str, Any]] = {}
+        self.asked_at_s: float | None = None
+        self.is_open = False
+
+    def ask(self, now_s: float) -> str:
+        """A rank wants to know: "ask" the guards, "wait" for answers that are on their way, or "tell" what was found a moment ago."""
+        if self.is_open:
+            return "wait"
+        if self.asked_at_s is not None and now_s < self.asked_at_s + FRESH_S:
+            return "tell"
+        self.found, self.asked_at_s, self.is_open = {}, now_s, True
+        return "ask"
+
+    def add(self, rank: int, position: dict[str, Any]) -> bool:
+        """Takes an answer. True when it was the last."""
+        if self.is_open:
+            self.found[str(rank)] = position
+        return self._close(len(self.found) == self.num_ranks)
+
+    def tick(self, now_s: float) -> bool:
+        """True when no more answers are waited for."""
+        return self._close(self.asked_at_s is not None and now_s > self.asked_at_s + COLLECT_S)
+
+    def _close(self, now: bool) -> bool:
+        if not self.is_open or not now:
+            return False
+        self.is_open = False
+        self.found = {str(rank): self.found.get(str(rank), {}) for rank in range(self.num_ranks)}
+        return True
+
+
 class Hub:
     """The rules behind a socket, in the guard of rank 0; guards prove with a secret that they are of this job.
 
@@ -195,6 +236,7 @@ class Hub:
 
     def __init__(self, num_ranks: int, selector: selectors.BaseSelector, *, everywhere: bool, wait_s: float = WAIT_FOR_CAUSE_S) -> None:
         self.rules = Rulings(num_ranks, wait_s=wait_s)
+        self.roll_call = RollCall(num_ranks)
         self.selector = selector
         self.secret = secrets.token_hex(16)
         self.listener = _listen("" if everywhere else "127.0.0.1", num_ranks)
@@ -235,9 +277,20 @@ class Hub:
                 self.guards[told] = connection
                 self.nodes[told] = str(message.get("node", ""))
                 if self.last is not None:  # it comes late
-                    self._send(connection, self.last)
+                    self._send(connection, dataclasses.asdict(self.last))
             else:
                 self._drop(connection)
+            return
+        if message.get("op") == "where":
+            answer = self.roll_call.ask(time.monotonic())
+            if answer == "ask":
+                self._send_all({"op": "where"})
+            elif answer == "tell":
+                self._send(connection, self._whereabouts())
+            return
+        if message.get("op") == "position" and isinstance(message.get("position"), dict):
+            if self.roll_call.add(rank, message["position"]):
+                self._send_all(self._whereabouts())
             return
         with contextlib.suppress(KeyError, TypeError, ValueError):
             report = Report(rank, int(message["attempt"]), int(message["code"]), message.get("cause"))
@@ -255,7 +308,12 @@ class Hub:
             self.tell(self.rules.lost(rank, self.nodes.get(rank, "")))
 
     def tick(self) -> None:
+        if self.roll_call.tick(time.monotonic()):
+            self._send_all(self._whereabouts())
         self.tell(self.rules.tick(time.monotonic()))
+
+    def _whereabouts(self) -> dict[str, Any]:
+        return {"op": "whereabouts", "ranks": self.roll_call.found}
 
     def tell(self, ruling: Ruling | None) -> None:
         """Sends a ruling to every guard."""
@@ -264,13 +322,16 @@ class Hub:
         if ruling.kind == "relaunch":
             ruling = dataclasses.replace(ruling, port=free_port())
         self.last = ruling
+        self._send_all(dataclasses.asdict(ruling))
+
+    def _send_all(self, message: dict[str, Any]) -> None:
         for connection in list(self.guards.values()):
-            self._send(connection, ruling)
+            self._send(connection, message)
 
     @staticmethod
-    def _send(connection: socket.socket, ruling: Ruling) -> None:
+    def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # its end is noticed when it is read from
-            send_line(connection, dataclasses.asdict(ruling))
+            send_line(connection, message)
 
     def linger(self, limit_s: float = 2.0) -> None:
         """After the last ruling: until the other guards have hung up, so that none finds the line dead before it has read it."""

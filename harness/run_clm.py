@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import guard_line, run_folder
+from harness import guard_line, run_folder, whereabouts
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.parsing import from_config, parse_args
@@ -65,13 +65,14 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     """One job from parsed arguments; ends with an exit code and `exit.json`. Raises UserError for wrong input."""
     folder = Path(str(args.train.output_dir))
     rank = int(os.environ.get("RANK", "0"))
+    whereabouts.begin()
     engine = check(args, train_dataset)
     from harness import coordination, job, oom_reports, recovery
 
     # torch 2.13 announces other names for collectives that DeepSpeed and older torch do not have, once per call site and rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
 
-    _set_environment()
+    _set_environment(folder)
     coordination.setup_logging(debug=args.train.debug)
     try:
         coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout, arguments=args.to_dict())
@@ -94,7 +95,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
                     raise
                 finished = stop.outcome == "finished"  # only what is drawn and said at the end is missing
         code = FINISHED if finished else PREEMPTED
-        reason = "finished" if finished else f"stopped by {stop.signal_name or 'a signal on another rank'} after a complete save"
+        reason = "finished" if finished else _why_stopped(stop)
     except UserError:
         coordinator.close()
         raise
@@ -124,12 +125,25 @@ def _say_why(error: BaseException, rank: int, coordinator: Any) -> str:
         reason = "stopped at once by a second Ctrl-C, without a save"
         log.error("%s; the same command goes on from the newest complete checkpoint", reason)
         return reason
+    from harness.coordination import is_over_the_limit
+
+    found = guard_line.ask_whereabouts(whereabouts.place_of_error(error)) if is_over_the_limit(error) else {}
     reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
+    for other, each in found.items():
+        log.error("%s", whereabouts.describe(other, each), extra={"all_ranks": True})
+    reason += whereabouts.who_hangs(found)
     if isinstance(error, NotSavedError):
         log.error("rank %d failed: %s; once it can be written, the same command goes on from there", rank, reason)
     else:
         log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
     return reason
+
+
+def _why_stopped(stop: Any) -> str:
+    """The guard knows more than the signal that it sent."""
+    if why := whereabouts.note_of_guard():
+        return f"stopped after a complete save, because {why}"
+    return f"stopped by {stop.signal_name or 'a signal on another rank'} after a complete save"
 
 
 def check(args: Arguments, train_dataset: Any = None) -> str:
@@ -158,8 +172,19 @@ def check(args: Arguments, train_dataset: Any = None) -> str:
     return engine
 
 
-def _set_environment() -> None:
-    """Before torch is imported: an allocator that does not fragment, unless the user chose one."""
+def _set_environment(folder: Path) -> None:
+    """Before torch is imported: an allocator that does not fragment, and NCCL's flight recorder, unless the user chose otherwise.
+
+    The recorder keeps the last collectives of each rank; torch writes them to `folder`/nccl-rank-<rank> when a collective on GPUs has not
+    ended within --ddp_timeout. `torchfrtrace --prefix nccl-rank- FOLDER` of torch compares them.
+    """
+    for name, older, value in (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(folder.absolute() / "nccl-rank-")),
+    ):
+        if older not in os.environ:
+            os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it even for one process
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

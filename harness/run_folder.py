@@ -291,6 +291,17 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
             path.unlink()
 
 
+def add_ranks(folder: Path | None, ranks: dict[str, str], started_s: float) -> None:
+    """Adds to this job's exit.json where each rank was, where that had to be found out."""
+    if folder is None:
+        return
+    path = folder / "exit.json"
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if report["time"] >= started_s:
+            _write(path, {**report, "ranks": ranks})
+
+
 def explain(error: UserError) -> str:
     """The reason of a wrong input as one line, for exit.json."""
     return "; ".join(f"{finding.key}: {finding.message}" for finding in error.findings if finding.severity == "error")

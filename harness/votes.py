@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from harness import whereabouts
 from harness.coordination import Coordinator, PeerFailedError
 
 
@@ -41,6 +42,7 @@ class SharedMemoryVote:
     LOOK_S = 0.25
 
     def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
         self.rank, self.num_ranks = coordinator.process_index, coordinator.num_processes
         self.timeout_s = coordinator.timeout_s
         self.num_votes = 0
@@ -65,16 +67,33 @@ class SharedMemoryVote:
         self.num_votes += 1
         number = self.num_votes
         self._words[self.rank] = 2 * number + int(out_of_memory)
-        spins, deadline, next_look = 0, 0.0, 0.0
+        for _ in range(200):
+            words = self._words.copy()
+            if (words >> 1).min() >= number:
+                return self._result(words, number)
+        with whereabouts.waiting(f"vote {number}", counted=False):
+            started = time.monotonic()
+            words = self._wait(number, started)
+            self.coordinator.waited_s += time.monotonic() - started
+        return self._result(words, number)
+
+    @staticmethod
+    def _result(words: np.ndarray, number: int) -> bool:
+        return bool((((words >> 1) == number) & (words & 1 == 1)).any())
+
+    def _wait(self, number: int, started: float) -> np.ndarray:
+        """Everybody's words once all have voted.
+
+        Raises:
+            PeerFailedError: a rank has ended, or the limit has passed.
+        """
+        spins, deadline, next_look = 200, started + self.timeout_s, started + self.LOOK_S
         while True:
             words = self._words.copy()
             if (words >> 1).min() >= number:
-                return bool((((words >> 1) == number) & (words & 1 == 1)).any())
+                return words
             spins += 1
-            if spins < 200:
-                continue
             now = time.monotonic()
-            deadline, next_look = deadline or now + self.timeout_s, next_look or now + self.LOOK_S
             if now > next_look:
                 next_look = now + self.LOOK_S
                 if gone := self._gone(number):

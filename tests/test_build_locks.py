@@ -12,46 +12,105 @@ from types import SimpleNamespace
 
 import pytest
 
-from harness.build_locks import clear_stale_build_locks, extensions_folder, is_compiled
+from harness import build_locks
+from harness.build_locks import LockedBuildError, clear_abandoned_locks, extensions_folder, is_compiled, limit_waits, this_machine
 
 
-def lock_of(root: Path, name: str, age_s: float) -> Path:
+def lock_of(root: Path, name: str, age_s: float = 0.0, mark: str = "") -> Path:
     lock = root / name / "lock"
     lock.parent.mkdir(parents=True)
-    lock.touch()
+    lock.write_text(mark)
     os.utime(lock, (time.time() - age_s,) * 2)
     return lock
 
 
-def test_an_old_lock_without_a_compiler_goes(tmp_path: Path) -> None:
-    locks = [lock_of(tmp_path, "py311_cpu/deepspeed_shm_comm", 3600), lock_of(tmp_path, "fused_adam", 61)]
-    (tmp_path / "fused_adam/build.ninja").touch()
-    assert clear_stale_build_locks(tmp_path) == sorted(locks)
-    assert [lock.exists() for lock in locks] == [False, False]
-    assert (tmp_path / "fused_adam/build.ninja").exists()
+@pytest.fixture
+def private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "is_private", lambda folder: True)
 
 
-def test_a_lock_whose_compiler_runs_stays(tmp_path: Path) -> None:
-    lock = lock_of(tmp_path, "py311_cpu/cpu_adam", 3600)
-    compiler = subprocess.Popen(["sleep", "60"], cwd=lock.parent)
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_locks, "is_private", lambda folder: False)
+
+
+def test_a_lock_of_this_machine_that_nobody_has_open_goes_at_once(shared: None, tmp_path: Path) -> None:
+    lock = lock_of(tmp_path, "py311_cpu/deepspeed_shm_comm", mark=this_machine())
+    (lock.parent / "build.ninja").touch()
+    assert clear_abandoned_locks(tmp_path) == [lock]
+    assert not lock.exists() and (lock.parent / "build.ninja").exists()
+
+
+def test_a_lock_that_is_open_stays_whoever_has_it(private: None, tmp_path: Path) -> None:
+    lock = lock_of(tmp_path, "py311_cpu/cpu_adam", 3600, mark=this_machine())
+    with open(lock) as file:
+        compiler = subprocess.Popen(["sleep", "60"], pass_fds=[file.fileno()])
     try:
-        assert clear_stale_build_locks(tmp_path) == []
-        assert lock.exists()
+        assert clear_abandoned_locks(tmp_path) == [] and lock.exists()
     finally:
         compiler.kill()
         compiler.wait()
-    assert clear_stale_build_locks(tmp_path) == [lock]
+    assert clear_abandoned_locks(tmp_path) == [lock]
 
 
-def test_a_young_lock_is_given_time(tmp_path: Path) -> None:
-    lock = lock_of(tmp_path, "py311_cpu/cpu_adam", 0)
-    started = time.monotonic()
-    assert clear_stale_build_locks(tmp_path, patience_s=0.5) == [lock]
-    assert time.monotonic() - started >= 0.4
+@pytest.mark.parametrize(("mark", "age_s"), [("another-boot pid:[1] node7", 3600), ("", 3600)])
+def test_a_lock_that_may_be_another_machines_stays(mark: str, age_s: float, shared: None, tmp_path: Path) -> None:
+    lock = lock_of(tmp_path, "cpu_adam", age_s, mark)
+    assert clear_abandoned_locks(tmp_path) == [] and lock.exists()
+    assert build_locks.owner_of(lock) == ("node7" if mark else "")
+
+
+@pytest.mark.parametrize(("age_s", "goes"), [(61.0, True), (30.0, False)])
+def test_a_lock_without_a_name_in_a_folder_of_this_machine_is_given_a_minute(
+    age_s: float, goes: bool, private: None, tmp_path: Path
+) -> None:
+    lock = lock_of(tmp_path, "fused_adam", age_s)
+    assert clear_abandoned_locks(tmp_path) == [lock] * goes
 
 
 def test_nothing_compiled_yet(tmp_path: Path) -> None:
-    assert clear_stale_build_locks(tmp_path / "nix") == []
+    assert clear_abandoned_locks(tmp_path / "nix") == []
+
+
+@pytest.mark.parametrize(
+    ("mounts", "namespace", "expected"),
+    [
+        ("/ ext4\n", "pid:[4026531836]", True),
+        ("/ ext4\n", "pid:[4026531999]", False),  # a folder of the host, perhaps, which other containers have too
+        ("/ overlay\n", "pid:[4026531999]", True),
+        ("/ ext4\n/home nfs4\n", "pid:[4026531836]", False),
+    ],
+)
+def test_whose_folder_it_is(mounts: str, namespace: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "".join(f"source {line} rw 0 0\n" for line in mounts.splitlines())
+    monkeypatch.setattr(build_locks.Path, "read_text", lambda path, **_: text if str(path) == "/proc/mounts" else "")
+    monkeypatch.setattr(build_locks.os, "readlink", lambda path, *_, **__: namespace)
+    monkeypatch.setattr(build_locks.Path, "resolve", lambda path: path)
+    assert build_locks.is_private(Path("/home/me/extensions")) is expected
+
+
+def test_torchs_own_wait_has_a_limit_and_its_lock_a_name(shared: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils.file_baton import FileBaton
+
+    for name in ("try_acquire", "wait"):
+        monkeypatch.setattr(FileBaton, name, getattr(FileBaton, name))
+    limit_waits(0.5)
+    limit_waits(0.5)  # a second engine in this process
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    owner, waiter = FileBaton(str(lock)), FileBaton(str(lock))
+    assert owner.try_acquire() and not waiter.try_acquire()
+    assert lock.read_text() == this_machine()
+    with pytest.raises(LockedBuildError) as caught:
+        waiter.wait()
+    where = f"by a compilation on {os.uname().nodename}"
+    assert str(caught.value) == (f"cpu_adam has been locked for 0 s {where}: if none runs on any machine that shares the folder, rm {lock}")
+    assert owner.fd is not None
+    os.close(owner.fd)  # as when it is killed
+    with pytest.raises(LockedBuildError, match="that this process waited for was killed: start again"):
+        waiter.wait()
+    lock.unlink()
+    waiter.wait()
 
 
 @pytest.mark.parametrize(

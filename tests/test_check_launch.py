@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.build_locks import this_machine
 from harness.check_launch import check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
 from harness.findings import UserError
 from tests.checking import AMPERE, ROOT, Rule, check_both, rule_id
@@ -258,5 +259,10 @@ def test_lock_of_a_killed_build_is_found_and_one_in_use_is_not(tmp_path: Path) -
     lock.parent.mkdir(parents=True)
     with open(lock, "w"):
         assert check_build_locks(environ) == []  # the build goes on
+    lock.write_text(this_machine())
     (finding,) = check_build_locks(environ)
     assert finding.severity == "warning" and "cpu_adam" in finding.message and finding.fix == f"rm {lock}"
+    lock.write_text("boot pid:[1] node7")
+    (finding,) = check_build_locks(environ)
+    assert finding.message == f"{lock}: cpu_adam is being compiled on node7, or a build there was killed"
+    assert finding.fix == f"where none runs any more: rm {lock}"

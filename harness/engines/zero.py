@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
-from harness.build_locks import clear_stale_build_locks, is_compiled
+from harness.build_locks import clear_abandoned_locks, is_compiled, limit_waits
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
@@ -50,6 +50,9 @@ _OPERATORS = {
     "deepspeed_shm_comm": "communication between CPU ranks",
     "fused_adam": "fused Adam",
 }
+
+# What another process may take to compile an operator that this one waits for.
+LONGEST_COMPILATION_S = 900.0
 
 log = logging.getLogger("harness")
 
@@ -127,8 +130,9 @@ class ZeroEngine:
         train = build.args.train
         announce_compilations()
         if not deepspeed.comm.is_initialized():
-            for lock in clear_stale_build_locks():  # DeepSpeed compiles operators from here on
+            for lock in clear_abandoned_locks():  # DeepSpeed compiles operators from here on
                 log.warning("removed %s: what compiled there was killed, and every run would have waited for it", lock)
+            limit_waits(min(LONGEST_COMPILATION_S, self.coordinator.timeout_s))
             # Adopts the process group that is already there; another one would not see the same ranks at the same time.
             deepspeed.init_distributed(dist_backend="nccl" if self.device.type == "cuda" else "gloo", dist_init_required=False)
         self.module: Any = fill(build.empty_model, self.device, self._partition if self.stage == 3 else None, broadcast=self._broadcast)

@@ -119,6 +119,10 @@ def _run_clm(arguments: list[str]) -> int:
         from tests.distributed import oom_worker
 
         oom_worker.install(oom_worker.Injector(wanted))
+    if fault := os.environ.get("HARNESS_TEST_FAULT"):
+        from tests.faults import inject
+
+        inject.install(fault)
     if cells := os.environ.get("HARNESS_TEST_OOM_CELLS"):
         from tests.faults import oom_matrix
 

@@ -24,6 +24,7 @@ class FakeCoordinator:
     def __init__(self, rank: int, folder: str, barrier: Barrier) -> None:
         self.process_index, self.is_main_process = rank, rank == 0
         self.barrier, self.path = barrier, Path(folder) / "path"
+        self.waited_s = 0.0
 
     def broadcast(self, value: str | None) -> str:
         if value is not None:
