@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +105,40 @@ class NotSavedError(RuntimeError):
     """The last checkpoint of a run, or of a life that was asked to stop, could not be written."""
 
 
+class LagWatch:
+    """Finds the rank that the others wait for, from how long each has waited on the host: that one waits least.
+
+    What a GPU does alone is not seen here, for the host does not wait for it; `harness doctor` compares the cards.
+    """
+
+    SHARE, LEAST_S = 0.2, 0.05  # of a step, and seconds a step: below that it is noise
+
+    def __init__(self, is_main_process: bool) -> None:
+        self.is_main_process = is_main_process
+        self.last = self.said = -1
+
+    def look(self, waited_s: Sequence[float], elapsed_s: float, num_steps: int) -> dict[str, float]:
+        """Of an interval; the same on all ranks. Says it when the same rank lags in two intervals in a row, once.
+
+        Args:
+            waited_s: of each rank.
+            elapsed_s: time of the interval's steps.
+
+        Returns:
+            For the row of the log: `slowest_rank`, and `lag_s`, seconds a step that another waited for it; empty where none lags.
+        """
+        slowest = min(range(len(waited_s)), key=waited_s.__getitem__)
+        lag_s, step_s = (max(waited_s) - waited_s[slowest]) / num_steps, elapsed_s / num_steps
+        if lag_s < max(self.SHARE * step_s, self.LEAST_S):
+            self.last = -1
+            return {}
+        if slowest == self.last and slowest != self.said and self.is_main_process:
+            self.said = slowest
+            log.warning("rank %d is the slowest: others wait for it %.2f s of each step of %.2f s", slowest, lag_s, step_s)
+        self.last = slowest
+        return {"slowest_rank": slowest, "lag_s": round(lag_s, 4)}
+
+
 class StepWatch:
     """Adds up what a row of the log needs, on the device, and reads it only when a row is due.
 
@@ -119,12 +153,14 @@ class StepWatch:
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.grad_norm: torch.Tensor | None = None
         self.learning_rate = 0.0
+        self.lag = LagWatch(coordinator.is_main_process)
         self.reset()
 
     def reset(self) -> None:
         self.loss_sum: torch.Tensor | None = None
         self.num_steps = self.num_input_tokens = self.num_label_tokens = 0
         self.excluded_s = 0.0
+        self.coordinator.waited_s = 0.0
         self.started = time.monotonic()
         if self.coordinator.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.coordinator.device)
@@ -132,9 +168,10 @@ class StepWatch:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What runs inside (an evaluation, a save) does not count as training time."""
-        started = time.monotonic()
+        started, waited_s = time.monotonic(), self.coordinator.waited_s
         yield
         self.excluded_s += time.monotonic() - started
+        self.coordinator.waited_s = waited_s
 
     def add(self, loss_sum: torch.Tensor, num_input_tokens: int, num_label_tokens: int) -> None:
         self.loss_sum = loss_sum if self.loss_sum is None else self.loss_sum + loss_sum
@@ -152,7 +189,9 @@ class StepWatch:
         elapsed_s = time.monotonic() - self.started - self.excluded_s
         on_card = device.type == "cuda"
         peaks = [torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)] if on_card else [0, 0]
-        total_loss = self.coordinator.sum([loss_sum], "loss of the log")[0]
+        count, own = self.coordinator.num_processes, self.coordinator.process_index
+        waits = [self.coordinator.waited_s * (rank == own) for rank in range(count)]
+        total_loss, *waits = self.coordinator.sum([loss_sum, *waits], "loss of the log")
         peak, reserved = self.coordinator.max([float(each) for each in peaks], "peak memory")
         rate = self.num_input_tokens / elapsed_s / self.coordinator.num_processes
         by_source = {} if self.sources is None else self.sources.read(self.coordinator)
@@ -166,6 +205,7 @@ class StepWatch:
             "peak_memory_gib": round(peak / 2**30, 3) if peak else None,
             "extra": {
                 **({"peak_reserved_gib": round(reserved / 2**30, 3)} if reserved else {}),
+                **self.lag.look(waits, elapsed_s, self.num_steps),
                 **{f"loss/{name}": loss for name, loss in by_source.items()},
             },
         }

@@ -212,3 +212,24 @@ def test_stacks_of_a_rank_are_of_the_users_umask(tmp_path: Path, monkeypatch: py
     finally:
         os.umask(old)
     assert (tmp_path / "stacks-rank-0.txt").stat().st_mode & 0o777 == 0o640
+
+
+def test_the_rank_that_the_others_wait_for_is_named_once_it_lags_twice_in_a_row(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    from harness.trainer import LagWatch
+
+    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+    watch, silent = LagWatch(True), LagWatch(False)
+    lagging, even = [9.0, 1.0, 8.0], [4.0, 3.9, 4.1]
+    # Ten steps in 20 s: a lag counts from 0.4 s a step on.
+    assert watch.look(lagging, 20.0, 10) == {"slowest_rank": 1, "lag_s": 0.8}
+    assert watch.look(even, 20.0, 10) == {}
+    assert watch.look(lagging, 20.0, 10) == {"slowest_rank": 1, "lag_s": 0.8}
+    assert caplog.messages == []
+    for _ in range(3):
+        assert watch.look(lagging, 20.0, 10) == silent.look(lagging, 20.0, 10) == {"slowest_rank": 1, "lag_s": 0.8}
+    assert caplog.messages == ["rank 1 is the slowest: others wait for it 0.80 s of each step of 2.00 s"]
+    assert watch.look([0.1, 0.0], 0.1, 10) == {}  # a tenth of each step, but of a very short one: noise
