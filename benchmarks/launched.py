@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -51,6 +52,16 @@ def read_rows(output: Path) -> list[dict[str, Any]]:
 def log_end(log: Path, num_characters: int) -> str:
     """The end of a log without this machine's paths, which would go into results."""
     return log.read_text(encoding="utf-8", errors="replace")[-num_characters:].replace(f"{ROOT}/", "")
+
+
+def failure_of(output: Path, num_characters: int = 2000) -> str:
+    """Why a run of `run_clm.py` failed, from its folder: exit.json's reason and the end of train.log, without this machine's paths."""
+    texts = []
+    with contextlib.suppress(OSError, ValueError):
+        texts.append(str(json.loads((output / "exit.json").read_text(encoding="utf-8")).get("reason", "")))
+    with contextlib.suppress(OSError):
+        texts.append(log_end(output / "train.log", num_characters))
+    return "\n".join(texts)
 
 
 def command_line(arguments: Sequence[str]) -> str:

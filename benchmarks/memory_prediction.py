@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if __package__ in (None, ""):
     sys.path.insert(0, str(ROOT))
 
-from benchmarks.launched import command_line, free_port, log_end, read_rows  # noqa: E402
+from benchmarks.launched import command_line, failure_of, free_port, log_end, read_rows  # noqa: E402
 from harness.candidates import evaluate  # noqa: E402
 from harness.engine_memory import GIB  # noqa: E402
 from harness.ladder import MemorySettings  # noqa: E402
@@ -301,10 +301,10 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
         "used_gib": round((watch.steady_bytes or watch.peak_bytes) / GIB, 3),
         "used_at_start_gib": round(watch.peak_bytes / GIB, 3),
         "tokens_per_second_per_gpu": train[-1].get("tokens_per_second_per_gpu") if train else None,
-        "out_of_memory": "out of memory" in text.lower(),
+        "out_of_memory": next((line.strip()[:400] for line in text.splitlines() if "out of memory" in line.lower()), False),
     }
     if code != 0:
-        result["tail"] = log_end(log_path, 1500)
+        result["tail"] = failure_of(output) or log_end(log_path, 1500)
     shutil.rmtree(output, ignore_errors=True)
     return result
 

@@ -70,7 +70,7 @@ def worker() -> int:
 def run(
     name: str, engine: list[str], micro: int, limit_at: int, share: float, num_gpus: int, folder: Path, timeout_s: float
 ) -> dict[str, Any]:
-    from benchmarks.launched import free_port, log_end, read_rows
+    from benchmarks.launched import failure_of, free_port, log_end, read_rows
     from benchmarks.launched import run as run_command
     from benchmarks.main_job import SHAPE_1B, arguments
 
@@ -104,7 +104,7 @@ def run(
     text = log.read_text(errors="replace")
     result["phases"] = [line.strip() for line in text.splitlines() if ": done in " in line and "rank" not in line.split(":")[0]]
     if code != 0:
-        result["tail"] = log_end(log, 4000)
+        result["tail"] = failure_of(output, 4000) or log_end(log, 4000)
     return result
 
 

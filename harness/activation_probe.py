@@ -290,6 +290,13 @@ def _context(weights: str) -> Any:
     return torch.autocast("cpu", torch.bfloat16, enabled=weights == "autocast")
 
 
+def _base_dtype(weights: str, *, frozen: bool) -> Any:
+    """Of the parameters that are not adapters: a frozen base has its weights in the dtype of the products, also under autocast."""
+    import torch
+
+    return torch.bfloat16 if weights == "bf16" or (weights == "autocast" and frozen) else torch.float32
+
+
 def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights: str, batch: int) -> Any:
     """One forward and backward of the decoder (without head and loss); returns the meter with its trace and marks."""
     import torch
@@ -299,7 +306,7 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
     from harness.modeling import documents
 
     with FakeTensorMode():
-        tensors = replace_by_fake(model, torch.bfloat16 if weights == "bf16" else torch.float32, torch.float32)
+        tensors = replace_by_fake(model, _base_dtype(weights, frozen=bool(request.lora)), torch.float32)
         meter = LiveBytes(num_experts=_num_experts(model))
         for tensor in tensors:
             meter.ignore(tensor)
@@ -425,7 +432,7 @@ def measure_loss(shape: dict[str, Any], weights: str, num_tokens: int, chunk: in
     from harness.loss import chunked_cross_entropy_sum
 
     with FakeTensorMode():
-        dtype = torch.bfloat16 if weights == "bf16" else torch.float32
+        dtype = _base_dtype(weights, frozen=not shape["head_trainable"])
         hidden = torch.empty((num_tokens, shape["hidden_size"]), dtype=dtype, requires_grad=True)
         head = torch.nn.Parameter(torch.empty((shape["vocab_size"], shape["hidden_size"]), dtype=dtype), shape["head_trainable"])
         targets = torch.zeros((num_tokens,), dtype=torch.long)

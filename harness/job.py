@@ -31,7 +31,7 @@ from harness.lora import BASE_FOLDER, base_weights, check_first_update, export_a
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
-from harness.resume import config_facts, find_begin, load_best, resume, template_facts
+from harness.resume import config_facts, find_begin, load_best, refuse_foreign, resume, template_facts
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
 from harness.starting_settings import DryRunWatch, Start, build_ahead, choose_start, job_facts
@@ -114,6 +114,7 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
                     "--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to"
                 ) from None
         findings = run_folder.prepare(folder, args)
+        refuse_foreign(args, folder)
         (folder / "exit.json").unlink(missing_ok=True)
         return findings
 
@@ -158,7 +159,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         empty = modeling.build_empty(
             args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
         )
-        if not _compiles(args, engine_name, coordinator) and modeling.apply_kernels(empty.model, args.model, coordinator.device):
+        compiled = compile_backend(args.model, coordinator.device) is not None  # fuses what Liger's layers fuse
+        if not compiled and modeling.apply_kernels(empty.model, args.model, coordinator.device):
             log.info("Liger's fused norms and feed-forward are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
         _check_model(args, empty, prepared)
@@ -191,6 +193,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         state_bytes=12 * modeling.num_parameters(engine.module, trainable_only=True),
         model_files=folder / checkpoint_files.MODEL_FOLDER,
         on_event=metrics.event,
+        trust=args.train.trust_checkpoint,
     )
     facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
     trainer = _trainer(args, start, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
@@ -252,13 +255,6 @@ def _keep_base(
         dtype, is_main = compute_dtype(precision), coordinator.is_main_process
         export_model(kept, weights, shapes, empty.config, tokenizer, dtype=dtype, is_main_process=is_main)
         coordinator.wait_for_everyone("base model")
-
-
-def _compiles(args: Arguments, engine_name: str, coordinator: Coordinator) -> bool:
-    """True where layers are compiled: the compiler then fuses what Liger's layers fuse. Under a device map only where it is asked for."""
-    if engine_name == "device_map" and not args.model.torch_compile:
-        return False
-    return compile_backend(args.model, coordinator.device) is not None
 
 
 def _seed(args: Arguments, coordinator: Coordinator, offset: int = 0) -> None:

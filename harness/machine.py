@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -121,3 +122,8 @@ def visible(cards: list[Gpu], visible_devices: str | None) -> list[Gpu]:
         else:
             break
     return chosen
+
+
+def can_compile() -> bool:
+    """Whether DeepSpeed can build its CPU Adam, which it does when it is first used."""
+    return bool(shutil.which("ninja") and (shutil.which("g++") or shutil.which("c++")))

@@ -182,7 +182,7 @@ class _Step:
             self.in_flight = min(settings.in_flight_micro_batches or num_micro, num_micro)
         # Liger keeps less: the norms' float32 copies (8h bytes a token) and one tensor of the feed-forward width (2f).
         per_token = (8.0 * self.shape.hidden_size + 2.0 * self.shape.intermediate_size) * run.fused_layers
-        if run.compiled_layers:  # of the feed-forward only the two first products; of the norms their input (1.2B Llama on two H200s)
+        if run.compiles(settings):  # of the feed-forward only the two first products; of the norms their input (1.2B Llama on two H200s)
             per_token = 3.0 * self.shape.hidden_size + 4.0 * self.shape.intermediate_size
         self.saving = self.batch * run.block_size * per_token
         self.everything_kept = settings.activation_checkpointing == "none"

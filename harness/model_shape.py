@@ -10,7 +10,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from harness.ladder import ActivationCheckpointing
+from harness.ladder import ActivationCheckpointing, MemorySettings
 
 EngineName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "device_map"]
 ENGINES: tuple[EngineName, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp", "device_map")
@@ -353,6 +353,10 @@ class RunShape:
         if self.precision == "fp32":
             return "fp32"
         return "autocast" if self.engine in ("ddp", "device_map") else "bf16"
+
+    def compiles(self, settings: MemorySettings) -> bool:
+        """Whether layers are compiled with these settings: not where ZeRO-3 hands weights of the host on in small pieces."""
+        return self.compiled_layers and not (self.engine == "zero3" and settings.param_offload != "none")
 
     @property
     def num_shards(self) -> int:

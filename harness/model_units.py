@@ -12,6 +12,7 @@ import difflib
 import logging
 import math
 import re
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Optional
@@ -127,6 +128,25 @@ def _eager_attention(config: Any) -> Iterator[None]:
             config._attn_implementation = before
 
 
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Within, a kernel written in Triton raises: it does not know meta tensors, would run at address 0, and leave the GPU unusable."""
+    jit = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if jit is None:
+        yield
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a Triton kernel cannot run on meta tensors")
+
+    run = jit.run
+    jit.run = refuse
+    try:
+        yield
+    finally:
+        jit.run = run
+
+
 _orders: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, ...], list[str]]] = weakref.WeakKeyDictionary()
 
 
@@ -151,7 +171,7 @@ def execution_order(model: nn.Module, owners: Mapping[str, nn.Module]) -> list[s
         training = model.training
         model.eval()
         try:
-            with _eager_attention(config), _recording(owners, order), torch.no_grad():
+            with _eager_attention(config), _recording(owners, order), _without_triton(), torch.no_grad():
                 model(**inputs)
         except Exception as error:  # a model's own code may refuse meta tensors; the order so far is still right
             log.debug("order of execution known up to %s: %s", order[-1] if order else "the start", error)

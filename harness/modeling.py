@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
-from harness.model_files import impossible_sizes, names_a_path
+from harness.model_files import impossible_sizes, is_inside, names_a_path
 
 log = logging.getLogger("harness")
 
@@ -329,6 +330,8 @@ class SafetensorsFolder:
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
         for name in files:
+            if not is_inside(name):
+                raise user_error("--model_name_or_path", f"{index} names {name}, outside the folder", "download the model again")
             if not (folder / name).exists():
                 raise user_error("--model_name_or_path", f"{folder} lacks {name}, which its index names", "download the model again")
             try:
@@ -492,7 +495,6 @@ def documents(document_ids: Tensor | None) -> Iterator[None]:
 def can_isolate(model: nn.Module) -> bool:
     """True when the model builds its masks with transformers' mask code, so that documents of a pack can be kept apart."""
     import inspect
-    import sys
 
     module = sys.modules.get(type(model).__module__)
     try:
@@ -523,13 +525,30 @@ def apply_kernels(model: Any, args: ModelArguments, device: torch.device) -> boo
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return False
     try:
-        _apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
+        with _modules_as_before(model):
+            _apply_liger_kernel_to_instance(model=model, rope=False, fused_linear_cross_entropy=False, cross_entropy=False)
     except Exception as error:
         if args.use_liger_kernel:
             raise
         log.warning("Liger's kernels do not fit this model (%s): training without them", str(error).splitlines()[0])
         return False
     return True
+
+
+@contextlib.contextmanager
+def _modules_as_before(model: nn.Module) -> Iterator[None]:
+    """The Python modules that define a model's classes come out as they went in.
+
+    Liger puts its classes in the place of transformers' there too, so every later model of the process would be made of them, also one
+    without weights that is only looked at; Triton runs its kernels on that one all the same, at address 0.
+    """
+    names = {type(module).__module__ for module in model.modules()}
+    before = [(vars(sys.modules[name]), dict(vars(sys.modules[name]))) for name in names if name in sys.modules]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            now.update(then)
 
 
 def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -25,9 +24,8 @@ from harness.coordination import Coordinator
 from harness.end_advice import advice
 from harness.engines.build import initial_settings
 from harness.findings import UserError
-from harness.guard_line import die_with_parent
 from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder, seen_memory
-from harness.machine import detect_machine
+from harness.machine import can_compile, detect_machine
 from harness.memory import CONTEXT_BYTES
 from harness.oom_reports import (
     EndOfLadderError,
@@ -72,11 +70,6 @@ class Start:
 def engine_family_of(engine: str) -> str:
     """ "zero3" is built by the engine "zero"."""
     return "zero" if engine.startswith("zero") else engine
-
-
-def can_compile() -> bool:
-    """DeepSpeed builds its CPU Adam when it is first used."""
-    return bool(shutil.which("ninja") and (shutil.which("g++") or shutil.which("c++")))
 
 
 def offload_steps(
@@ -342,20 +335,13 @@ def build_ahead(start: Start, coordinator: Coordinator) -> None:
     later = start.settings.optimizer_offload == 0 and any(rung.optimizer_offload > 0 for rung in rungs)
     if start.engine != "zero" or not later or coordinator.device.type != "cuda" or not coordinator.is_local_main_process:
         return
-    code = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
-    parent = os.getpid()
-
-    def begin() -> None:
-        os.nice(15)
-        die_with_parent(parent)
-
     try:
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-m", "harness.compile_ahead", str(os.getppid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=begin,
+            cwd=Path(__file__).resolve().parent.parent,
         )
     except OSError as error:
         log.debug("CPU Adam is not compiled ahead: %s", error)

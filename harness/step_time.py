@@ -117,7 +117,7 @@ def _compute(measured: Measured, run: RunShape, settings: MemorySettings, hardwa
     for kind, count in collections.Counter(shape.kind_of_layer).items():
         flops = batch * (layers.layers[kind].forward_flops + layers.layers[kind].backward_flops)
         traffic = at(everything.layers[kind].forward_kept, batch) * TRAFFIC_PER_KEPT_BYTE * (1 + 0.4 * repeat) * (1 - 0.3 * frozen)
-        if run.fused_layers or run.compiled_layers:
+        if run.fused_layers or run.compiles(settings):
             traffic *= 0.6
         seconds += count * max(flops / flops_rate + traffic / bandwidth, LAUNCH_S[run.engine] * (1 + 0.35 * repeat))
     logits = 16.0 * shape.vocab_size * tokens  # the loss reads and writes each logit a few times

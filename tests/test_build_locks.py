@@ -159,3 +159,57 @@ def test_only_what_is_compiled_is_announced(tmp_path: Path, monkeypatch: pytest.
     for name in ("cpu_adam", "fused_adam"):
         assert zero.OpBuilder.jit_load(SimpleNamespace(name=name), verbose=False) == f"loaded {name}"
     assert caplog.messages == ["compiling DeepSpeed's CPU Adam, once on this machine: about a minute"]
+
+
+def test_what_another_process_did_not_finish_is_compiled_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a run ends with "cannot open shared object file" because some other run was ended while it compiled."""
+    from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
+
+    from harness.engines import zero
+
+    def jit_load(builder: object, verbose: bool = True) -> str:
+        if "cpu_adam" in JIT_EXTENSION_VERSIONER.entries:  # torch takes it for built
+            raise ImportError("cpu_adam.so: cannot open shared object file")
+        return "built"
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(logging.getLogger("harness"), "propagate", True)
+    monkeypatch.setattr(zero.OpBuilder, "jit_load", jit_load)
+    monkeypatch.setitem(JIT_EXTENSION_VERSIONER.entries, "cpu_adam", object())
+    zero.announce_compilations()
+    assert zero.OpBuilder.jit_load(SimpleNamespace(name="cpu_adam")) == "built"
+    assert any("compiling it here" in message for message in caplog.messages)
+
+
+def test_a_compilation_that_is_ended_gives_its_lock_back(tmp_path: Path) -> None:
+    """It ends with the guard whose number it was given, and so do the compilers below it."""
+    source = tmp_path / "slow.cpp"
+    source.write_text("#include <torch/extension.h>\n")
+    code = (
+        "import sys; from harness.compile_ahead import end_with; end_with(int(sys.argv[1]))\n"
+        "from torch.utils.cpp_extension import load; load('slow', sys.argv[2], build_directory=sys.argv[3])"
+    )
+    guard = subprocess.Popen(["sleep", "60"])
+    arguments = [str(guard.pid), str(source), str(tmp_path)]
+    compiling = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        children = Path(f"/proc/{compiling.pid}/task/{compiling.pid}/children")
+        while not ((tmp_path / "build.ninja").exists() and children.read_text()):  # the compiler is at work
+            assert time.monotonic() < deadline and compiling.poll() is None
+            time.sleep(0.05)
+        guard.kill()
+        guard.wait()
+        assert compiling.wait(20) == 143
+        assert not (tmp_path / "lock").exists() and not (tmp_path / "slow.so").exists()
+        time.sleep(0.5)
+        with pytest.raises(ProcessLookupError):  # nobody of its session is left
+            os.killpg(compiling.pid, 0)
+    finally:
+        guard.kill()
+        guard.wait()
+        if compiling.poll() is None:
+            os.killpg(compiling.pid, 9)
+            compiling.wait()

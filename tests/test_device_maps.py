@@ -460,3 +460,41 @@ def test_a_launch_of_several_processes_refuses_a_map(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="balanced is for one process, but num_processes is 2"):
         parse_args([*BASE, "--device_map", "balanced"])
+
+
+def test_a_model_without_weights_never_runs_kernels_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not know meta tensors: they ran at address 0, and every later use of the card was an illegal memory access."""
+    import sys
+    import types
+
+    from harness.model_units import execution_order
+
+    ran: list[str] = []
+
+    class JITFunction:
+        def run(self, *_: Any) -> None:
+            ran.append("kernel")
+
+    class Fused(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            JITFunction().run(input)
+            return super().forward(input)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.fused, self.first = torch.nn.Linear(4, 4), Fused(4, 4), torch.nn.Embedding(4, 4)
+
+        def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+            return self.last(self.fused(self.first(input_ids)))
+
+    jit = types.ModuleType("triton.runtime.jit")
+    jit.JITFunction = JITFunction  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, jit.__name__, jit)
+    with torch.device("meta"):
+        model = Model()
+    order = execution_order(model, dict(model.named_children()))
+    assert not ran
+    assert order.index("first") < order.index("fused")  # known up to the kernel
+    JITFunction().run()
+    assert ran == ["kernel"]

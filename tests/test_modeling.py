@@ -204,3 +204,30 @@ def test_unknown_override_names_the_nearest(override: str, fix: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(ModelArguments(model_type="llama", config_overrides=override))
     assert [finding.fix for finding in caught.value.findings] == [fix]
+
+
+def test_fused_kernels_are_of_the_model_they_were_put_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger changes transformers' module beside the model: a later model of the same process would be made of its kernels too."""
+    import sys
+    import types
+
+    from transformers.models.llama import modeling_llama
+
+    from harness.modeling import apply_kernels
+
+    own_norm, own_mlp = modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP
+
+    def put_in(model: Any, **_: bool) -> None:
+        modeling_llama.LlamaRMSNorm = modeling_llama.LlamaMLP = torch.nn.Identity  # type: ignore[assignment, misc]
+        model.fused = True
+
+    fake = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    fake.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}  # type: ignore[attr-defined]
+    fake._apply_liger_kernel_to_instance = put_in  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: fake)
+    model = scratch()
+    assert apply_kernels(model, ModelArguments(), torch.device("cuda")) and model.fused
+    assert (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP) == (own_norm, own_mlp)

@@ -18,10 +18,11 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
 
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
-from harness.build_locks import clear_abandoned_locks, is_compiled, limit_waits
+from harness.build_locks import LockedBuildError, clear_abandoned_locks, is_compiled, limit_waits
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.ladder import MemorySettings
@@ -58,7 +59,10 @@ log = logging.getLogger("harness")
 
 
 def announce_compilations() -> None:
-    """From here on the log says when DeepSpeed begins to compile an operator: it takes a minute in which nothing else is to be seen."""
+    """From here on the log says when DeepSpeed begins to compile an operator: it takes a minute in which nothing else is to be seen.
+
+    And what another process should have compiled, and did not, is compiled here.
+    """
     load = OpBuilder.jit_load
     if hasattr(load, "__wrapped__"):  # it says so already
         return
@@ -67,7 +71,13 @@ def announce_compilations() -> None:
     def announced(builder: Any, verbose: bool = True) -> Any:
         if not is_compiled(builder.name, [Path(torch.__file__), Path(deepspeed.__file__)]):
             log.info("compiling DeepSpeed's %s, once on this machine: about a minute", _OPERATORS.get(builder.name, builder.name))
-        return load(builder, verbose)
+        try:
+            return load(builder, verbose)
+        except (ImportError, LockedBuildError) as error:  # the process that compiled it, for which this one waited, was ended or failed
+            log.warning("DeepSpeed's %s did not come of another process's compilation (%s): compiling it here", builder.name, error)
+            JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else torch takes it for built
+            clear_abandoned_locks()
+            return load(builder, verbose)
 
     OpBuilder.jit_load = announced
 

@@ -139,6 +139,27 @@ def test_float8_trains_like_bf16(alone: Any) -> None:
 
 
 def test_gradients_with_fused_kernels_do_not_depend_on_checkpointing(alone: Any) -> None:
-    """The last test: Liger changes transformers' module for the whole process."""
     pytest.importorskip("liger_kernel")
     check_modes(alone, "--use_liger_kernel", kernels=True)
+
+
+def test_fused_kernels_are_of_the_model_they_were_put_into() -> None:
+    """Liger also changes transformers' module: a later model without weights, looked at for its order, ran Triton at address 0."""
+    pytest.importorskip("liger_kernel")
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama
+
+    from harness.model_units import execution_order
+    from harness.modeling import apply_kernels
+    from harness.parsing import parse_args
+    from harness.placement import meta_model
+
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    before = modeling_llama.LlamaRMSNorm
+    arguments = parse_args(["--output_dir", "x", "--model_type", "llama", "--train_file", "x", "--use_liger_kernel"]).model
+    model = meta_model(config)
+    assert apply_kernels(model, arguments, torch.device("cuda"))
+    assert modeling_llama.LlamaRMSNorm is before
+    for looked_at in (meta_model(config), model):  # the second one's kernels are Triton's
+        execution_order(looked_at, dict(looked_at.named_modules()))
+        torch.cuda.synchronize()
