@@ -190,6 +190,9 @@ class TrainArguments:
     save_total_limit: Optional[int] = _field(None, "Keep at most N checkpoints.")
     save_final: bool = _field(True, "Write final/ (safetensors and tokenizer) at the end.")
     resume_from_checkpoint: Optional[str] = _field(None, "auto, latest, or a checkpoint folder (ours, or of transformers' Trainer).")
+    trust_checkpoint: bool = _field(
+        False, "Read a checkpoint that none of your own runs has written: its files can run code. Only for sources you trust."
+    )
     force_resume: bool = _field(False, "Resume although data, model config, template or batch differ from the checkpoint's.")
     load_best_model_at_end: bool = _field(False, "final/ holds the checkpoint with the best metric.")
     metric_for_best_model: str = _field("eval_loss", "Which metric decides: eval_loss or eval_perplexity.")

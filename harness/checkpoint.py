@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import checkpoint_files as files
+from harness import own_checkpoints
 from harness.coordination import Coordinator
 from harness.findings import user_error
 
@@ -83,10 +84,16 @@ class PendingSave:
         self.moved_at_s = time.monotonic()
         self.threads: list[threading.Thread] = []
 
-    def start(self, written: Future[None], timeout_s: float, on_complete: Callable[[Path], None]) -> None:
+    def start(
+        self,
+        written: Future[None],
+        timeout_s: float,
+        on_complete: Callable[[Path], None],
+        on_manifest: Callable[[Path], None] = lambda manifest: None,
+    ) -> None:
         self.threads.append(threading.Thread(target=self._hash_own, args=(written, timeout_s), daemon=True))
         if self.marks.process_index == 0:
-            self.threads.append(threading.Thread(target=self._finish, args=(timeout_s, on_complete), daemon=True))
+            self.threads.append(threading.Thread(target=self._finish, args=(timeout_s, on_complete, on_manifest), daemon=True))
         for thread in self.threads:
             thread.start()
 
@@ -123,12 +130,12 @@ class PendingSave:
                 self._moves()
         self._moves()
 
-    def _finish(self, timeout_s: float, on_complete: Callable[[Path], None]) -> None:
+    def _finish(self, timeout_s: float, on_complete: Callable[[Path], None], on_manifest: Callable[[Path], None]) -> None:
         marks = self.marks
         try:
             shares = marks.wait("hashed", timeout_s, self._reason_to_give_up)
             marks.clear()
-            files.complete(marks.folder, self.final, shares)
+            files.complete(marks.folder, self.final, shares, on_manifest)
             on_complete(self.final)
         except BaseException as error:
             self.error = self.error or _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
@@ -150,6 +157,7 @@ class Checkpointer:
         state_bytes: size of one checkpoint over all ranks, to check the disk before.
         model_files: folder with the model's config and tokenizer, copied into each checkpoint so that it can be exported alone.
         on_event: called on the main process with (event, fields) for the log of metrics.
+        trust: read checkpoints that no run of this user has written.
     """
 
     def __init__(
@@ -162,7 +170,9 @@ class Checkpointer:
         state_bytes: int = 0,
         model_files: Path | None = None,
         on_event: Callable[..., None] = lambda event, **fields: None,
+        trust: bool = False,
     ) -> None:
+        self.trust, self.is_warned = trust, False
         self.output_dir, self.engine, self.coordinator = output_dir, engine, coordinator
         self.keep, self.state_bytes, self.model_files, self.on_event = keep, state_bytes, model_files, on_event
         self.pending: PendingSave | None = None
@@ -211,7 +221,7 @@ class Checkpointer:
             self._report_failure(step, problem)
             return False
         self.pending = PendingSave(step, marks, final)
-        self.pending.start(self.writing[-1], self.timeout_s, lambda path: self._completed(path, step, started))
+        self.pending.start(self.writing[-1], self.timeout_s, lambda path: self._completed(path, step, started), self._remember)
         stood_still_s = time.monotonic() - started
         log.debug("checkpoint of step %d: training stood still for %.2f s", step, stood_still_s)
         self.on_event("save_started", step=step, stood_still_s=round(stood_still_s, 3))
@@ -257,6 +267,17 @@ class Checkpointer:
         gone = files.rotate(self.output_dir, self.keep, protect)
         log.info("checkpoint %s complete after %.1f s%s", path, time.monotonic() - started, f"; deleted {len(gone)} older" if gone else "")
         self.on_event("save", step=step, path=str(path), duration_s=round(time.monotonic() - started, 3))
+
+    def _remember(self, manifest: Path) -> None:
+        problem = own_checkpoints.record(manifest)
+        if problem and not self.is_warned:
+            self.is_warned = True
+            log.warning(
+                "%s: the next start will read this run's checkpoints only with %s; %s=FOLDER says where to remember them",
+                problem,
+                own_checkpoints.FLAG,
+                own_checkpoints.VARIABLE,
+            )
 
     def _report_failure(self, step: int, reason: str) -> None:
         self.last_failure = reason
@@ -312,11 +333,13 @@ class Checkpointer:
             problem = "does not exist" if not folder.is_dir() else self._verify(folder)
             if problem:
                 raise user_error("--resume_from_checkpoint", f"{wanted}: {problem}", "give another, or 'latest' for the newest usable one")
+            self._refuse_foreign(folder)
             return folder
         skipped: list[str] = []
         for folder in self.coordinator.broadcast(files.list_checkpoints(self.output_dir)):
             problem = self._verify(folder)
             if problem is None:
+                self._refuse_foreign(folder)
                 return folder
             skipped.append(f"{folder.name}: {problem}")
             log.warning("skipping %s: %s", folder, problem)
@@ -327,6 +350,12 @@ class Checkpointer:
                 "--resume_from_checkpoint", f"no usable checkpoint in {self.output_dir}: {reasons}", "leave it out to start anew"
             )
         return None
+
+    def _refuse_foreign(self, folder: Path) -> None:
+        """Raises UserError, on all ranks, for a checkpoint that is not this user's own; the main process's home folder decides."""
+        error = self.coordinator.broadcast(own_checkpoints.refusal(folder, self.trust) if self.coordinator.is_main_process else None)
+        if error is not None:
+            raise error
 
     def _verify(self, folder: Path) -> str | None:
         coordinator = self.coordinator

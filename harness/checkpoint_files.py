@@ -142,12 +142,19 @@ class Marks:
         shutil.rmtree(self.folder / _MARKS, ignore_errors=True)
 
 
-def complete(folder: Path, final: Path, shares: Sequence[dict[str, Any]]) -> None:
-    """Writes the manifest, renames the folder to its final name, and marks it complete."""
+def complete(
+    folder: Path, final: Path, shares: Sequence[dict[str, Any]], on_manifest: Callable[[Path], object] = lambda manifest: None
+) -> None:
+    """Writes the manifest, renames the folder to its final name, and marks it complete.
+
+    Args:
+        on_manifest: called with the manifest's path before the checkpoint can be taken for complete.
+    """
     manifest: dict[str, Any] = {}
     for share in shares:
         manifest.update(share)
     write_json(folder / MANIFEST, manifest)
+    on_manifest(folder / MANIFEST)
     if final.exists():  # an incomplete one of an earlier life
         shutil.rmtree(final)
     os.replace(folder, final)
@@ -164,6 +171,10 @@ def problem_of(folder: Path, index: int = 0, count: int = 1) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "its manifest cannot be read"
+    # The engines' libraries look for files by pattern: one that was put there would be read unseen.
+    added = [name for name in (str(path.relative_to(folder)) for path in data_files(folder / ENGINE_FOLDER)) if name not in manifest]
+    if added:
+        return f"its manifest does not have {added[0]}"
     for name in sorted(manifest)[index::count]:
         path = folder / name
         if ".." in Path(name).parts or Path(name).is_absolute():

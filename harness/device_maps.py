@@ -111,7 +111,8 @@ def load_model(model_name_or_path: str, flags: DeviceMapArguments, revision: str
     def load(device_map: Mapping[str, Device]) -> Any:
         if "disk" in device_map.values():
             options["offload_folder"] = flags.offload_folder
-        return type(empty).from_pretrained(model_name_or_path, revision=revision, device_map=dict(device_map), **options)
+        where_to: dict[str, Any] = {"device_map": dict(device_map), "use_safetensors": True, **options}
+        return type(empty).from_pretrained(model_name_or_path, revision=revision, **where_to)
 
     retry = None
     try:

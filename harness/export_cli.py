@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files
+from harness import checkpoint_files, own_checkpoints
 from harness.export import export_model, model_card
 from harness.findings import UserError, format_findings, user_error
 from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
@@ -23,11 +23,14 @@ log = logging.getLogger("harness")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def open_checkpoint(folder: Path) -> tuple[dict[str, Any], StoredState]:
+def open_checkpoint(folder: Path, *, trust: bool = False) -> tuple[dict[str, Any], StoredState]:
     """A checkpoint's facts, and its weights to be read one by one.
 
+    Args:
+        trust: read it although no run of this user has written it.
+
     Raises:
-        UserError: not a checkpoint, not complete or damaged, or without the files of its model.
+        UserError: not a checkpoint, not complete or damaged, without the files of its model, or another user's.
     """
     if not (folder / checkpoint_files.STATE_FILE).is_file():
         newest = next((str(path) for path in checkpoint_files.list_checkpoints(folder)), None)
@@ -37,6 +40,8 @@ def open_checkpoint(folder: Path) -> tuple[dict[str, Any], StoredState]:
     problem = checkpoint_files.problem_of(folder)
     if problem:
         raise user_error(str(folder), problem, "export another checkpoint")
+    if error := own_checkpoints.refusal(folder, trust):
+        raise error
     if not (folder / checkpoint_files.MODEL_FOLDER / "config.json").is_file():
         raise user_error(str(folder), "holds no model config", "copy the model's config.json and tokenizer into its folder model/")
     facts = json.loads((folder / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
@@ -52,6 +57,7 @@ def export_checkpoint(
     merge: bool = False,
     base_model: str | None = None,
     max_shard_bytes: int = 4 * 2**30,
+    trust: bool = False,
 ) -> None:
     """Writes the model of a checkpoint; host memory is bounded by one shard file.
 
@@ -59,6 +65,7 @@ def export_checkpoint(
         dtype: "bf16", "fp16" or "fp32" of the weights; None: the dtype the run computed in.
         merge: with LoRA, the adapters are added to the base model instead of being written alone.
         base_model: where that is, if not where the run took it from.
+        trust: see `open_checkpoint`.
 
     Raises:
         UserError: see `open_checkpoint`; `merge` without adapters or without their base model; an output that exists.
@@ -67,7 +74,7 @@ def export_checkpoint(
         raise user_error("--base_model", "has no effect alone", "add --merge")
     if output.exists() and any(output.iterdir()):
         raise user_error(str(output), "exists and is not empty", "choose another folder")
-    facts, state = open_checkpoint(folder)
+    facts, state = open_checkpoint(folder, trust=trust)
     model_folder = folder / checkpoint_files.MODEL_FOLDER
     wanted = DTYPES[dtype or facts["run"].get("precision") or "fp32"]
     card = model_card(_class_name(model_folder), facts["state"], facts["run"])
@@ -150,9 +157,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of the weights; default: what the run computed in")
     parser.add_argument("--merge", action="store_true", help="LoRA: add the adapters to the base model")
     parser.add_argument("--base_model", "--base-model", help="with --merge: the base model, if it is not where the run took it from")
+    parser.add_argument(
+        "--trust_checkpoint",
+        "--trust-checkpoint",
+        action="store_true",
+        help="read a checkpoint that none of your own runs has written: its files can run code",
+    )
     options = parser.parse_args(argv)
+    more = {"merge": options.merge, "base_model": options.base_model, "trust": options.trust_checkpoint}
     try:
-        export_checkpoint(options.checkpoint, options.output, options.dtype, merge=options.merge, base_model=options.base_model)
+        export_checkpoint(options.checkpoint, options.output, options.dtype, **more)
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2

@@ -32,6 +32,7 @@ from harness import device_map_text
 from harness.args import DeviceMapArguments, ModelArguments
 from harness.device_maps import load_model
 from harness.findings import Finding, UserError, format_findings, user_error
+from harness.model_files import is_inside
 from harness.model_units import block_classes, find_units
 from harness.modeling import load_config
 from harness.partition import Device
@@ -193,6 +194,8 @@ class StateFolder:
         except (OSError, json.JSONDecodeError):
             raise user_error(flag, f"{folder} holds no {MANIFEST}", "give the output folder of a finished run") from None
         self.files: dict[str, str] = {entry["key"]: entry["file"] for entry in self.manifest["states"]}
+        if outside := [name for name in self.files.values() if not is_inside(name)]:
+            raise user_error(flag, f"{folder / MANIFEST} names {outside[0]}, outside the folder", "give the output of a finished run")
 
     def get(self, key: str) -> Tensor:
         from safetensors import safe_open

@@ -422,11 +422,13 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None, dtype: t
 
     if not (adapter / "adapter_config.json").exists():
         raise user_error(str(adapter), "holds no adapter", "give a folder with adapter_config.json")
+    if not (adapter / "adapter_model.safetensors").exists():
+        raise user_error(str(adapter), "holds no adapter_model.safetensors; pickled weights are not read", "save it as safetensors")
     base = base or PeftConfig.from_pretrained(str(adapter)).base_model_name_or_path
     if not base:
         raise user_error(str(adapter), "does not say which base model it belongs to", "give the base model")
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype or "auto", use_safetensors=True)
     except (OSError, ValueError) as error:
         raise user_error("base model", f"{base} cannot be loaded: {str(error).splitlines()[0]}", "say where it is: --base_model") from None
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)

@@ -80,6 +80,11 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, Finding | None]:
     return values, None
 
 
+def is_inside(name: str) -> bool:
+    """Whether a file's name in an index or manifest stays within the folder that holds it."""
+    return bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def check_model_files(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
     """Config, weights and tokenizer of a local model.
 
@@ -127,13 +132,16 @@ def _weight_files(folder: Path) -> tuple[list[str], list[Finding], list[str]]:
         index, problem = _read_json(index_path)
         if index is None or not isinstance(index.get("weight_map"), dict):
             return [], [problem or Finding("error", str(index_path), "has no weight_map", "download the model again")], []
-        return sorted(set(index["weight_map"].values())), [], list(index["weight_map"])
+        names = sorted(set(index["weight_map"].values()))
+        if outside := [name for name in names if not is_inside(name)]:
+            return [], [Finding("error", str(index_path), f"names {outside[0]}, outside the folder", "download the model again")], []
+        return names, [], list(index["weight_map"])
     if (folder / "model.safetensors").exists():
         return ["model.safetensors"], [], []
     others = sorted(path.name for path in folder.glob("*.bin"))
     if others:
-        message = f"has no safetensors, only {others[0]}; pickled weights are read whole by every process"
-        return [], [Finding("warning", str(folder), message, "convert it: save_pretrained writes safetensors")], []
+        message = f"has no safetensors, only {others[0]}: pickled weights can run code and are not read"
+        return [], [Finding("error", str(folder), message, "convert it where you trust it: save_pretrained writes safetensors")], []
     return [], [Finding("error", str(folder), "has no weights", "download the model again")], []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness import checkpoint_files, guard_line
+from harness import checkpoint_files, guard_line, own_checkpoints
 from harness.args import Arguments
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
@@ -153,6 +153,19 @@ def loads_directly(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     """True where the engine reads the other's files itself: torch's format on any number of ranks, DeepSpeed's on the same layout."""
     families = engine_family(str(saved["engine"])), engine_family(str(now["engine"]))
     return families == ("dcp", "dcp") or (families == ("zero", "zero") and _zero_layout(saved) == _zero_layout(now))
+
+
+def refuse_foreign(args: Arguments, output_dir: Path) -> None:
+    """Main process, before anything is loaded: refuses to go on from a checkpoint that is not this user's own.
+
+    Raises:
+        UserError: with what to do.
+    """
+    wanted = Path(args.train.resume_from_checkpoint or "auto")
+    complete = [path for path in checkpoint_files.list_checkpoints(output_dir) if (path / checkpoint_files.COMPLETE).exists()]
+    chosen = wanted if (wanted / checkpoint_files.MANIFEST).is_file() else complete[0] if complete else None
+    if chosen is not None and (error := own_checkpoints.refusal(chosen, args.train.trust_checkpoint)):
+        raise error
 
 
 def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordinator: Coordinator) -> bool:
@@ -426,5 +439,10 @@ def load_best(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coo
         )
         return
     log.info("loading the best model: step %d, %s %.6f", state.best_step, metric, state.best_metric or 0.0)
+    try:
+        checkpointer.find(str(folder))
+    except UserError as error:
+        log.warning("the best model (step %d) cannot be read: final/ is the last one. %s", state.best_step, error.findings[0].message)
+        return
     saved = json.loads((folder / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
     restore(folder, saved, trainer, checkpointer, coordinator)

@@ -27,6 +27,7 @@ FREE_ARGUMENTS = frozenset(
         "overwrite_output_dir",
         "resume_from_checkpoint",
         "force_resume",
+        "trust_checkpoint",
         "early_stopping_patience",
         "early_stopping_threshold",
         "debug",

@@ -22,7 +22,20 @@ ENGINES = ("auto", "zero1", "zero2", "zero3", "fsdp", "ddp", "device_map")
 ALIASES = {"config": "config_file", "num_gpus": "num_processes", "nproc": "num_processes", "nproc_per_node": "num_processes"}
 DEFAULT_PORT = 29500
 # Settings of libraries that a run has on all machines or on none.
-_HANDED_ON = ("HF_", "GLOO_", "TORCH", "PYTORCH_", "TOKENIZERS_", "OMP_", "DS_", "TRITON_", "XDG_CACHE_", "CUBLAS_")
+_HANDED_ON = (
+    "HF_",
+    "GLOO_",
+    "TORCH",
+    "PYTORCH_",
+    "TOKENIZERS_",
+    "OMP_",
+    "DS_",
+    "TRITON_",
+    "XDG_CACHE_",
+    "XDG_STATE_",
+    "HARNESS_STATE_",
+    "CUBLAS_",
+)
 
 
 class LaunchError(ValueError):

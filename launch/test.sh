@@ -16,6 +16,7 @@ run "$bin/ruff" check .
 run "$bin/ruff" format --check .
 run "$bin/mypy"
 run "$bin/lint-imports"
+run "$python" launch/audit.py
 run "$python" -m pytest -n 2 --dist loadscope "$@"
 if [ "${#failed[@]}" -ne 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +13,11 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.faults.fork_ranks import ForkServer
+
+# What runs remember of their checkpoints stays out of the home folder of whoever tests.
+if "HARNESS_STATE_DIR" not in os.environ:  # else a worker of pytest-xdist, which has its controller's
+    os.environ["HARNESS_STATE_DIR"] = tempfile.mkdtemp(prefix="harness-test-state-")
+    atexit.register(shutil.rmtree, os.environ["HARNESS_STATE_DIR"], ignore_errors=True)
 
 # Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run.
 ONE_WORKER = {

@@ -109,6 +109,7 @@ def test_every_check_runs_and_one_failure_fails(clone: Path, failing: str) -> No
         "ruff format --check .",
         "mypy ",
         "lint-imports ",
+        "python launch/audit.py",
         "python -m pytest -n 2 --dist loadscope tests/test_x.py",
     ]
     failed = [line for line in done.stderr.splitlines() if line.startswith("FAILED: ")]

@@ -59,7 +59,7 @@ class Stage:
             (tools / name).chmod(0o755)
         self.environ = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "h"}
         self.environ |= {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_CPUS_ON_NODE": "16", "NODES": "2", "STATE": "RUNNING", "SRUN": "exit 0"}
-        self.environ |= {"HARNESS_PYTHON": "/bin/true"}
+        self.environ |= {"HARNESS_PYTHON": "/bin/true", "HOME": str(folder)}
 
     def start(self, *words: str, **environ: str) -> subprocess.Popen[str]:
         command = ["bash", str(SCRIPT), *words]
@@ -135,16 +135,18 @@ def test_signals_reach_the_tasks_and_their_end_is_waited_for(stage: Stage, signu
 @pytest.mark.parametrize(
     ("runtime", "expected"),
     [
-        ("pyxis", ["--container-image=my/image", "--container-mounts={root}:{root},{here}:{here},/data:/data"]),
-        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "/data"]),
-        ("podman", ["podman", "--ulimit=memlock=-1", "--ipc=host", "/data:/data", "SLURM_*"]),
+        ("pyxis", ["--container-image=my/image", "--container-mounts={root}:{root},{here}:{here},{state}:{state},/data:/data"]),
+        ("apptainer", ["apptainer", "exec", "--nv", "--bind", "{state}", "/data"]),
+        ("podman", ["podman", "--ulimit=memlock=-1", "--ipc=host", "{state}:{state}", "/data:/data", "SLURM_*", "HARNESS_*"]),
     ],
 )
 def test_containers(stage: Stage, runtime: str, expected: list[str]) -> None:
     code, output = stage.run("--", "--x", HARNESS_IMAGE="my/image", HARNESS_RUNTIME=runtime, HARNESS_MOUNTS="/data")
     assert code == 0, output
     (words,) = stage.called("srun")
-    assert {word.format(root=ROOT, here=stage.folder) for word in expected} <= set(words)
+    state = stage.folder / ".local/state/harness"  # what a run remembers is there in the next container too
+    assert {word.format(root=ROOT, here=stage.folder, state=state) for word in expected} <= set(words)
+    assert state.stat().st_mode & 0o777 == 0o700
     if runtime != "pyxis":
         assert words[words.index("my/image") + 1 :][:2] == ["/bin/true", str(ROOT / "launch/run.py")]
 
