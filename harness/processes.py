@@ -188,12 +188,14 @@ class Job:
         return Ended(code if code >= 0 else 128 - code, self.stopped_by, num_killed + len(self._killed))
 
     def _wait(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
-        """(exit code, False) at the launcher's end, (0, True) as soon as the job is lost."""
+        """(exit code, whether the job is lost): at the launcher's end, or as soon as it is lost; then the code is 0."""
         while True:
+            code = None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(WATCH_S), False
-            if self.stopped_by is None and self.is_lost():
-                return 0, True
+                code = process.wait(WATCH_S)
+            lost = self.stopped_by is None and self.is_lost()
+            if lost or code is not None:
+                return code or 0, lost
 
     def _on_stop(self, signum: int, _frame: FrameType | None) -> None:
         if self._process is None:

@@ -33,6 +33,7 @@ from types import TracebackType
 from typing import Any
 
 REPORTS_VARIABLE = "HARNESS_RUN_REPORTS"
+_RANK_VARIABLE = "HARNESS_RUN_RANK_PID"
 _MODULE = "harness_rank_hook"
 PRESENT, OUT_OF_MEMORY = "present", "oom"
 
@@ -141,17 +142,27 @@ def end_process(error: BaseException, **more: Any) -> None:
         os._exit(1)
 
 
+def _is_helper() -> bool:
+    """Whether a rank started this process, which may then do without it: only the ranks' own ends count."""
+    if "RANK" not in os.environ:
+        return False
+    return os.environ.setdefault(_RANK_VARIABLE, str(os.getpid())) != str(os.getpid())
+
+
 def install() -> None:
     """Called by torch in every process that imports it. Must not raise: torch would not be importable."""
-    if not os.environ.get(REPORTS_VARIABLE) or getattr(sys, "_harness_rank_hook", False):
+    if not os.environ.get(REPORTS_VARIABLE) or getattr(sys, "_harness_rank_hook", False) or _is_helper():
         return
     sys._harness_rank_hook = True  # type: ignore[attr-defined]
-    tell(PRESENT, {"at_s": time.time(), "is_rank": "RANK" in os.environ})
+    tell(PRESENT, {"at_s": time.time(), "rank": int(os.environ["RANK"]) if os.environ.get("RANK") else None})
     before, leave = sys.excepthook, sys.exit
 
     def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        before(kind, error, trace)
-        if (cause := out_of_memory_behind(error)) is not None:
+        cause = out_of_memory_behind(error)
+        # torch.distributed's own hook calls this one with stderr kept back until later, which there will not be.
+        with contextlib.redirect_stderr(sys.stderr if cause is None else sys.__stderr__):
+            before(kind, error, trace)
+        if cause is not None:
             end_process(cause)
 
     def exit_after(status: Any = None) -> None:

@@ -106,7 +106,7 @@ class Recovery:
                 self._agree_to_stop()
             return done
         while True:
-            random_state = self.random_state = _random_state(self.coordinator.device)
+            before = self.random_state = random_state(self.coordinator.device)
             result, failure = self._attempt(function, *args)
             if failure is None:
                 if phase == "step":
@@ -114,7 +114,7 @@ class Recovery:
                 return result  # type: ignore[return-value]
             started = time.monotonic()
             self._step_down(phase, failure)
-            _restore_random_state(random_state, self.coordinator.device)
+            restore_random_state(before, self.coordinator.device)
             self.steps_down[-1]["seconds"] = round(time.monotonic() - started, 3)
             self.record()
 
@@ -211,7 +211,7 @@ class Recovery:
                 change,
             )
         self.record(new)
-        _restore_random_state(self.random_state, self.coordinator.device)  # of before the step: it is part of what is kept
+        restore_random_state(self.random_state, self.coordinator.device)  # of before the step: it is part of what is kept
         self.before_relaunch()
         self.coordinator.wait_for_everyone("relaunch")
         guard_line.relaunch({**self.report, "agreed": True, "at_s": time.time(), "step": self.current_step()})
@@ -243,12 +243,12 @@ class Recovery:
         """
         if self.vote is None:
             return
-        random_state = _random_state(self.coordinator.device)
+        before = random_state(self.coordinator.device)
         self.is_dry = True
         self.run("step", function, *args)
         self.is_dry = False
         self._free()
-        _restore_random_state(random_state, self.coordinator.device)
+        restore_random_state(before, self.coordinator.device)
 
 
 def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mapping[str, Any]], advice: str = "", at: str = "") -> str:
@@ -320,11 +320,13 @@ class _ThrashGuard:
         return True
 
 
-def _random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+def random_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """torch's random states, on the host and on the device."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
-def _restore_random_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+def restore_random_state(state: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    """Undoes `random_state`."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

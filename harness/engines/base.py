@@ -5,15 +5,17 @@ An engine hides how parameters, gradients and optimizer state are spread over ra
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.args import Arguments
@@ -198,6 +200,24 @@ def scaled_step(
     updated = scaler.get_scale() >= before
     counter += float(not updated)
     return norm.detach(), updated
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], device: torch.device, num_processes: int) -> None:
+    """Averages gradients over ranks, in place; every rank holds all of them, and all call it."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:  # unused on this rank, perhaps not on others
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
+    for dtype in {gradient.dtype for gradient in gradients}:
+        same = [gradient for gradient in gradients if gradient.dtype == dtype]
+        # NCCL takes them as one operation; gloo one after the other.
+        together = dist._coalescing_manager(device=device) if device.type == "cuda" else contextlib.nullcontext()
+        with together:
+            for gradient in same:
+                dist.all_reduce(gradient)
+        torch._foreach_div_(same, num_processes)
 
 
 def materialise_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

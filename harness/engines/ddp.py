@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +18,7 @@ from harness.engines import dcp
 from harness.engines.base import (
     Build,
     advance,
+    average_gradients,
     clip_and_step,
     compute_dtype,
     micro_batch_loss,
@@ -82,20 +82,7 @@ class DdpEngine:
         """Averages gradients over ranks, in place; every rank votes before the first collective."""
         assert self.check is not None
         self.check()
-        gradients = []
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                if parameter.grad is None:  # unused on this rank, perhaps not on others
-                    parameter.grad = torch.zeros_like(parameter)
-                gradients.append(parameter.grad)
-        for dtype in {gradient.dtype for gradient in gradients}:
-            same = [gradient for gradient in gradients if gradient.dtype == dtype]
-            # NCCL takes them as one operation; gloo one after the other.
-            together = dist._coalescing_manager(device=self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-            with together:
-                for gradient in same:
-                    dist.all_reduce(gradient)
-            torch._foreach_div_(same, self.coordinator.num_processes)
+        average_gradients(self.module.parameters(), self.device, self.coordinator.num_processes)
 
     def _autocast(self) -> Any:
         # In float32 none, rather than a disabled one: that would undo an evaluation's own half precision.

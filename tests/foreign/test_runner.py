@@ -1,0 +1,163 @@
+"""`harness run` from start to end, with scripts that need no torch: they call the hook as torch would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import runner
+from harness.guard import parent_of
+from tests.launching import ROOT
+
+HEAD = """
+import argparse, json, os, pathlib, sys, time
+import harness_rank_hook
+harness_rank_hook.install()
+p = argparse.ArgumentParser()
+p.add_argument("--micro_batch_size", type=int, default=8)
+p.add_argument("--gradient_accumulation_steps", type=int, default=1)
+p.add_argument("--resume_from_checkpoint")
+p.add_argument("--output_dir", type=pathlib.Path)
+a = p.parse_args()
+with open("calls", "a") as calls:
+    calls.write(f"{a.micro_batch_size} x {a.gradient_accumulation_steps} from {a.resume_from_checkpoint}\\n")
+"""
+CHECKPOINT = """
+folder = a.output_dir / "step_3"
+folder.mkdir(parents=True, exist_ok=True)
+(folder / "optimizer.bin").write_bytes(b"x")
+(folder / "random_states_0.pkl").write_bytes(b"x")
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Any:
+    """Runs a script's text under `harness run`: (exit code, record, calls, output)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
+
+    def start(body: str, *options: str) -> tuple[int, dict[str, Any], list[str], str]:
+        (tmp_path / "train.py").write_text(HEAD + body)
+        (tmp_path / "calls").write_text("")
+        code = runner.main([*options, "--", sys.executable, "train.py", "--output_dir", "out"])
+        record = tmp_path / "out-harness_run" / "record.json"
+        found = json.loads(record.read_text()) if record.exists() else {}
+        return code, found, (tmp_path / "calls").read_text().splitlines(), "".join(capfd.readouterr())
+
+    return start
+
+
+def test_goes_down_until_it_fits_and_on_from_the_newest_checkpoint(run: Any) -> None:
+    code, record, calls, output = run(
+        CHECKPOINT + 'if a.micro_batch_size > 2: raise MemoryError("too much")\nassert os.environ["PYTHONPATH"]'
+    )
+    assert code == 0
+    assert calls == ["8 x 1 from None", "4 x 2 from out/step_3", "2 x 4 from out/step_3"]
+    assert record["result"] == "finished" and [attempt["exit_code"] for attempt in record["attempts"]] == [1, 1, 0]
+    assert record["attempts"][0]["out_of_memory"][0]["failure"] == "too much"
+    assert "attempt 2 of 10: micro_batch_size 8 -> 4" in output
+    assert "  + --micro_batch_size 4\n" in output and "  + --resume_from_checkpoint out/step_3\n" in output
+    assert "to start there next time: " in output
+
+
+def test_a_mistake_is_not_tried_again(run: Any) -> None:
+    code, record, calls, output = run("sys.exit(3)")
+    assert (code, len(calls), record["result"]) == (3, 1, "failed")
+    assert "no lack of memory, so it is not tried again" in output
+    code, record, calls, _ = run('raise ValueError("CUDA out of memory")')
+    assert (code, len(calls)) == (1, 1)
+
+
+def test_a_lack_of_memory_that_the_script_gets_over_is_none(run: Any) -> None:
+    code, record, calls, _ = run('try:\n    raise MemoryError("x")\nexcept MemoryError:\n    pass')
+    assert (code, len(calls), record["result"]) == (0, 1, "finished")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        'try:\n    raise MemoryError("x")\nexcept Exception:\n    sys.exit(1)',
+        'try:\n    raise MemoryError("x")\nexcept Exception as error:\n    raise RuntimeError("wrapped") from error',
+        'sys.excepthook = lambda *_: None\nraise RuntimeError("CUDA error: out of memory")',
+    ],
+    ids=["exit", "wrapped", "hook replaced"],
+)
+def test_ways_to_end_for_lack_of_memory(run: Any, body: str) -> None:
+    body = "\n".join("    " + line for line in body.splitlines())
+    code, record, calls, _ = run(f"if a.micro_batch_size > 4:\n{body}")
+    assert (code, len(calls), record["result"]) == (0, 2, "finished")
+
+
+def test_the_end_of_the_ladder(run: Any) -> None:
+    code, record, calls, output = run('raise MemoryError("x")', "--ladder", "micro_batch,micro_batch=1")
+    assert (code, record["result"]) == (1, "out of memory")
+    assert [call.split(" from")[0] for call in calls] == ["8 x 1", "4 x 2", "1 x 8"]
+    assert "no lower rung is left" in output
+    code, record, calls, output = run('raise MemoryError("x")', "--max_attempts", "2")
+    assert (code, len(calls)) == (1, 2) and "--max_attempts 2 is reached" in output
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_from(run: Any, tmp_path: Path) -> None:
+    old = tmp_path / "out" / "step_9"
+    old.mkdir(parents=True)
+    for name in ("optimizer.bin", "random_states_0.pkl"):
+        (old / name).write_bytes(b"x")
+        os.utime(old / name, (1, 1))
+    _, _, calls, output = run('if a.micro_batch_size > 4: raise MemoryError("x")')
+    assert calls[1] == "4 x 2 from None"
+    assert "step_9 is passed over: it is from before this run" in output
+
+
+def test_all_processes_end_soon_when_one_ran_out_of_memory(run: Any, tmp_path: Path) -> None:
+    body = """
+if a.micro_batch_size > 4:
+    import signal
+    if os.fork() == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)   # stuck, as in a collective
+        open("stuck", "w").write(str(os.getpid()))
+        time.sleep(100)
+    while not os.path.exists("stuck"): time.sleep(0.01)
+    raise MemoryError("x")
+"""
+    started = time.monotonic()
+    code, record, _, _ = run(body)
+    assert code == 0 and record["attempts"][0]["num_killed"] == 1
+    assert time.monotonic() - started < 20
+    assert parent_of(int((tmp_path / "stuck").read_text())) is None
+
+
+def test_an_interrupt_goes_to_the_command_and_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
+    command = [sys.executable, "-m", "harness.runner", "--no_plan", "--run_dir", "record", "--", sys.executable, "train.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert json.loads((tmp_path / "record/record.json").read_text())["result"] == "stopped" and "stopped with exit code 143" in errors
+
+
+def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert runner.main([]) == 2
+    assert runner.main(["--no_such", "--", "python", "x.py"]) == 2
+    assert runner.main(["--names", "bsz", "--", "python", "x.py"]) == 2
+    assert runner.main(["--max_attempts", "0", "--", "python", "x.py"]) == 2
+    assert runner.main(["--", "no-such-program"]) == 2
+    assert "cannot start no-such-program" in capsys.readouterr().err
+
+
+def test_dry_run_starts_nothing(run: Any) -> None:
+    code, record, calls, output = run("", "--dry_run", "--ladder", "micro_batch")
+    assert (code, record, calls) == (0, {}, [])
+    assert "micro-batch 8 x accumulation 1 on each rank" in output and "rung micro_batch_size 8 -> 4\n" in output
