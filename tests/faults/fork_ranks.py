@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -349,6 +350,8 @@ class ForkServer:
         root = Path(__file__).resolve().parent.parent.parent
         foreign = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HARNESS_EXIT_FILE")
         environment = {name: value for name, value in os.environ.items() if name not in foreign} | _SERVER_ENVIRONMENT
+        self.state = tempfile.TemporaryDirectory(prefix="harness-test-state-")
+        environment.setdefault("HARNESS_STATE_DIR", self.state.name)
         self.process = subprocess.Popen(
             [sys.executable, "-c", "from tests.faults.fork_ranks import serve; serve()"],
             cwd=root,
@@ -448,3 +451,4 @@ class ForkServer:
             self.process.wait(10)
         if self.process.poll() is None:
             self.process.kill()
+        self.state.cleanup()

@@ -170,6 +170,17 @@ def differences(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, An
     return found
 
 
+def lost_samples(rows: Sequence[dict[str, Any]], engine: str, inputs: Path) -> int:
+    """Samples that no step of a run has had, or another step than the order says: by label tokens, between the rows that there are."""
+    wanted = json.loads((inputs / "label_tokens.json").read_text())[str(ENGINES[engine].num_processes)]
+    lost, step, total = 0, 0, 0
+    for row in sorted(rows, key=lambda row: row["step"]):
+        if row["num_label_tokens"] - total != sum(wanted[step : row["step"]]):
+            lost += GLOBAL_BATCH * (row["step"] - step)
+        step, total = row["step"], row["num_label_tokens"]
+    return lost + GLOBAL_BATCH * (NUM_STEPS - step)
+
+
 def weight_difference(folder: Path, reference: Path) -> float:
     """Largest difference between the weights of two exported models, relative to the largest weight."""
     from safetensors.numpy import load_file

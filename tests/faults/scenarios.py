@@ -42,6 +42,8 @@ class Case:
         lives: started so far.
         problems: what was not as it must be.
         lost_steps: made again by a later life.
+        lost_samples: had by no step of the finished run; None where its log is not there.
+        stopped_s: how long a stopped rank stands still.
     """
 
     server: ForkServer
@@ -52,6 +54,8 @@ class Case:
     lives: list[Life] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     lost_steps: int = 0
+    lost_samples: int | None = None
+    stopped_s: float = STOPPED_S
 
     @property
     def size(self) -> int:
@@ -97,14 +101,19 @@ class Case:
 
     def finish(self, *more: str) -> None:
         """The same command again, to the end; counts what it makes again."""
-        reached = max((row["step"] for row in jobs.train_rows(self.output)), default=0)
-        before = len(self.events("resume"))
+        has_log = (self.output / "metrics.jsonl").exists()
+        reached = max((row["step"] for row in jobs.train_rows(self.output)), default=0) if has_log else 0
+        before = len(self.events("resume")) if has_log else 0
         self.run(0, *more)
         resumed = [row["step"] for row in self.events("resume")][before:]
         self.lost_steps += reached - (resumed[0] if resumed else 0)
 
+    def count_samples(self) -> None:
+        self.lost_samples = jobs.lost_samples(jobs.train_rows(self.output), self.engine, self.inputs)
+
     def compare(self) -> None:
         """With the uninterrupted run."""
+        self.count_samples()
         if self.problems:
             return
         self.problems += jobs.differences(jobs.train_rows(self.output), jobs.train_rows(self.reference), self.engine, self.inputs)
@@ -154,7 +163,7 @@ def stands_still(case: Case) -> None:
     life = case.start()
     wait_for_step(life, 3)
     os.kill(life.ranks[-1], signal.SIGSTOP)
-    time.sleep(STOPPED_S)
+    time.sleep(case.stopped_s)
     os.kill(life.ranks[-1], signal.SIGCONT)
     case.end(life, 0)
     case.compare()
@@ -224,6 +233,7 @@ def full_disk(case: Case) -> None:
         rows = {row["step"] for row in jobs.train_rows(case.output)}
         # What was logged while there was no room is on the console; the run itself has every step.
         case.expect("last step", max(rows), jobs.NUM_STEPS)
+        case.count_samples()
         difference = jobs.weight_difference(case.output / "final", case.reference / "final")
         case.expect("final weights equal", difference <= jobs.ENGINES[case.engine].relative_tolerance, True)
 
@@ -238,6 +248,47 @@ def read_only_folder(case: Case) -> None:
         subprocess.run(["mount", "-o", "remount,rw", str(case.output)], check=True)
         case.run(0)
         case.compare()
+
+
+def second_job(case: Case) -> None:
+    """A second job in the folder is refused, and the first one goes on."""
+    first = case.start()
+    wait_for_step(first, 1)
+    second = case.start()
+    case.expect("codes of the second", second.wait(LIMIT_S), dict.fromkeys(range(case.size), 2))
+    case.expect_text(f"another run is writing to {re.escape(str(case.output))}", second.output())
+    case.end(first, 0)
+    case.compare()
+
+
+def vanished_folder(case: Case) -> None:
+    """The output folder is removed while training: what was trained is not thrown away, and the end says what is missing."""
+    life = case.start()
+    life.wait_for(f"checkpoint {case.output}/checkpoint-{jobs.SAVE_STEPS} complete")
+    shutil.rmtree(case.output)
+    life.wait(LIMIT_S)
+    printed = life.output()
+    case.expect_text(f"checkpoint of step {jobs.NUM_STEPS} was not written: {re.escape(str(case.output))} is gone", printed)
+    case.expect_text(rf"train \| step: {jobs.NUM_STEPS}/{jobs.NUM_STEPS} ", printed)
+    case.expect("code", jobs.exit_code(case.output), 1)
+    why = f"the checkpoint of step {jobs.NUM_STEPS} was not written ({case.output} is gone); newest complete one: none"
+    case.expect("reason", case.reason, f"NotSavedError: {why}")
+    difference = jobs.weight_difference(case.output / "final", case.reference / "final")
+    case.expect("final weights equal", difference <= jobs.ENGINES[case.engine].relative_tolerance, True)
+
+
+def never_arrives(case: Case) -> None:
+    """A rank that is never started is named within the limit; with all ranks the same command runs."""
+    case.output.mkdir(parents=True)
+    command = jobs.arguments(case.inputs, case.output, case.engine, "--ddp_timeout", str(SHORT_TIMEOUT_S))
+    started = time.monotonic()
+    life = case.server.start(command, case.size, case.folder / "without", ranks_started=range(case.size - 1))
+    case.expect("codes", life.wait(60), dict.fromkeys(range(case.size - 1), 1))
+    case.expect("took about the limit", SHORT_TIMEOUT_S < time.monotonic() - started < SHORT_TIMEOUT_S + 25, True)
+    late = f"rank {case.size - 1} of {case.size} did not arrive within {SHORT_TIMEOUT_S} s (--ddp_timeout): see what it printed"
+    case.expect("reason", case.reason, late)
+    case.finish()
+    case.compare()
 
 
 def clock_forward(case: Case) -> None:
@@ -307,7 +358,7 @@ def aborts(case: Case) -> None:
 
 
 def not_a_number(case: Case) -> None:
-    """The gradients of one step are NaN: its update is left out and said so, and the run goes on with finite weights."""
+    """The gradients of one step are NaN: its update is left out, which is said, and the run goes on with finite weights."""
     life = case.run(0, fault=f"nan:{case.size - 1}:6")
     case.expect_text("1 of the last 1 updates were left out: non-finite gradients", life.output())
     rows, reference = jobs.train_rows(case.output), jobs.train_rows(case.reference)
@@ -316,6 +367,7 @@ def not_a_number(case: Case) -> None:
     case.expect("left out", rows[-1]["num_skipped_steps"], 1)
     finite = [row["loss"] is not None and abs(row["loss"]) < 100 for row in rows]
     case.expect("finite losses", [row["step"] for row, fine in zip(rows, finite, strict=True) if not fine], [6])
+    case.count_samples()
     case.lost_steps = 1
 
 
@@ -337,6 +389,9 @@ SCENARIOS: dict[str, tuple[Callable[[Case], None], int]] = {
     "a slow rank": (slow_rank, 2),
     "full disk while saving": (full_disk, 1),
     "read-only output folder": (read_only_folder, 1),
+    "output folder removed": (vanished_folder, 1),
+    "second job in the folder": (second_job, 1),
+    "a rank never arrives": (never_arrives, 2),
     "truncated checkpoint file": (damaged_checkpoint, 1),
     "flipped bit in a checkpoint": (flipped_bit, 1),
     "training file changed": (changed_data, 1),
@@ -345,6 +400,21 @@ SCENARIOS: dict[str, tuple[Callable[[Case], None], int]] = {
     "NaN in a step": (not_a_number, 1),
     "data loader's worker killed": (dead_loader_worker, 1),
 }
+
+
+def run(name: str, case: Case) -> str:
+    """One scenario by its name in the table. Returns "" where all was as it must be, "not possible: ..." or what was not."""
+    scenario, _ = SCENARIOS[name]
+    try:
+        scenario(case)
+    except NotPossibleError as error:
+        return f"not possible: {error}"
+    except Exception as error:
+        case.problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        for life in case.lives:
+            life.kill()
+    return "; ".join(case.problems)
 
 
 def uninterrupted(server: ForkServer, inputs: Path, engine: str, folder: Path) -> Path:

@@ -16,22 +16,6 @@ RECOMPUTE = ("--oom_ladder", "gradient_checkpointing")
 OFFLOAD = ("--oom_ladder", "param_offload")
 
 
-@pytest.fixture(scope="session")
-def references(server: ForkServer, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The rows of the uninterrupted run of each engine, made when first asked for."""
-    made: dict[str, list[dict[str, Any]]] = {}
-
-    def rows(engine: str) -> list[dict[str, Any]]:
-        if engine not in made:
-            output = tmp_path_factory.mktemp(f"reference-{engine}") / "out"
-            life = server.start(jobs.arguments(inputs, output, engine), jobs.ENGINES[engine].num_processes, output.parent / "life")
-            assert set(life.wait(300).values()) == {0}, life.output()
-            made[engine] = jobs.train_rows(output)
-        return made[engine]
-
-    return rows
-
-
 def run(server: ForkServer, inputs: Path, output: Path, engine: str, injected: str, *more: str) -> Life:
     command = jobs.arguments(inputs, output, engine, *more)
     count = jobs.ENGINES[engine].num_processes
@@ -73,7 +57,7 @@ def test_all_ranks_start_again_and_the_run_is_the_same(
     life = run(server, inputs, output, engine, injected, *ladder, "--snapshot_steps", str(SNAPSHOT_STEPS))
     codes = life.wait(200)
     assert set(codes.values()) == {0}, life.output()
-    assert jobs.differences(jobs.train_rows(output), references(engine), engine, inputs) == []
+    assert jobs.differences(jobs.train_rows(output), jobs.train_rows(references(engine)), engine, inputs) == []
     (step,) = steps_down(output)
     assert (step["phase"], step["change"], step["way"]) == (phase, change, "relaunch")
     assert "starting all ranks again (life 2)" in life.output()
@@ -105,7 +89,7 @@ def test_ddp_goes_on_as_fsdp(server: ForkServer, inputs: Path, references: Any, 
     assert set(life.wait(200).values()) == {0}, life.output()
     (step,) = steps_down(output)
     assert step["change"] == "engine  -> fsdp"
-    rows, expected = jobs.train_rows(output), references("ddp")
+    rows, expected = jobs.train_rows(output), jobs.train_rows(references("ddp"))
     assert [row["step"] for row in rows] == list(range(1, jobs.NUM_STEPS + 1))
     assert "engine=fsdp num_processes=2" in life.output()
     # Micro-batches of one sample have other dropout than the reference's of two; the curve stays close.
