@@ -27,12 +27,14 @@ a lack of memory goes to `harness run`, which starts the command again one rung 
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from harness import rank_hook
 from harness.engines.base import materialise_optimizer
@@ -47,6 +49,13 @@ def can_redo(accelerator: Any) -> bool:
     """Whether every rank holds all weights, so that a step can be taken back without the others' help."""
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     return kind in ("NO", "MULTI_GPU", "MULTI_CPU")
+
+
+def prepared_models(accelerator: Any) -> list[Any]:
+    """The models that accelerate has prepared, as the loop has them. Of one under DDP it keeps only the inside."""
+    inside = list(accelerator._models)
+    wrapped = [each for each in gc.get_objects() if type(each) is DistributedDataParallel]
+    return [next((each for each in wrapped if each.module is model), model) for model in inside]
 
 
 def allocate_optimizers(models: list[Any], optimizers: list[Any]) -> None:
@@ -104,8 +113,8 @@ class OomSafe:
         """One for each accelerator: the pieces that fitted are where the next batch begins."""
         found = getattr(self.accelerator, _ATTRIBUTE, None)
         if found is None:
-            models, optimizers = list(self.accelerator._models), list(self.accelerator._optimizers)
-            if not models:
+            models, optimizers = prepared_models(self.accelerator), list(self.accelerator._optimizers)
+            if not models or (self.accelerator.num_processes > 1 and not all(hasattr(model, "no_sync") for model in models)):
                 raise ValueError("oom_safe: no model is prepared; call accelerator.prepare(model, optimizer, ...) first")
             allocate_optimizers(models, optimizers)
             found = StepRedo(self.accelerator, models)
