@@ -88,6 +88,9 @@ def _zero_findings(
         yield Finding("error", "--precision", message, '--precision bf16 or fp32, and "fp16": {"enabled": "auto"} in the file')
     zero = get_value(template, "zero_optimization", {})
     zero = zero if isinstance(zero, Mapping) else {}
+    if run.lora.use_dora and run.lora.lora_r is not None and zero.get("stage") == 3:
+        message = "reads base weights that ZeRO-3 has not gathered"
+        yield Finding("error", "--use_dora", message, "use FSDP or ZeRO-2, or leave it out")
     devices = {part: get_value(zero, f"{part}.device", "none") for part in ("offload_optimizer", "offload_param")}
     in_host = _OPTIMIZER_BYTES * (devices["offload_optimizer"] == "cpu") + _WEIGHT_BYTES * (devices["offload_param"] == "cpu")
     if in_host:

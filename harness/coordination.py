@@ -28,14 +28,14 @@ log = logging.getLogger("harness")
 
 
 class RankFilter(logging.Filter):
-    """Main process: everything. Other ranks: warnings, and what was logged with `all_ranks=True`; both tagged with the rank."""
+    """Main process: everything. Other ranks: what was logged with `all_ranks=True`, and from `level` on; both tagged with the rank."""
 
-    def __init__(self, process_index: int, num_processes: int) -> None:
+    def __init__(self, process_index: int, num_processes: int, level: int) -> None:
         super().__init__()
-        self.process_index, self.num_processes = process_index, num_processes
+        self.process_index, self.num_processes, self.level = process_index, num_processes, level
 
     def filter(self, record: logging.LogRecord) -> bool:
-        everywhere = getattr(record, "all_ranks", False) or (self.process_index > 0 and record.levelno >= logging.WARNING)
+        everywhere = getattr(record, "all_ranks", False) or (self.process_index > 0 and record.levelno >= self.level)
         record.rank_tag = f"[rank {self.process_index}] " if everywhere and self.num_processes > 1 else ""
         return self.process_index == 0 or everywhere
 
@@ -55,7 +55,8 @@ def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> Non
     """Sends the `harness` logger to the console and, when given an output folder, to its train.log.
 
     Works before a process group exists (the rank is the environment's) and may be called again: handlers are replaced, not added.
-    The main process writes everything; other ranks only warnings and records logged with `extra={"all_ranks": True}`.
+    The main process writes everything; other ranks only records logged with `extra={"all_ranks": True}`, errors, and into the file their
+    warnings: almost every warning is the same on all ranks, and is on the console once.
     """
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     for handler in list(log.handlers):
@@ -66,8 +67,8 @@ def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> Non
         # Appending in small writes is atomic enough for lines of several processes; a rank that only warns creates no file of its own.
         handlers.append(LogFile(output_dir / "train.log", encoding="utf-8", delay=True))
     for handler in handlers:
-        handler.addFilter(RankFilter(rank, size))
         is_file = isinstance(handler, logging.FileHandler)
+        handler.addFilter(RankFilter(rank, size, logging.WARNING if is_file else logging.ERROR))
         handler.setFormatter(logging.Formatter(("%(asctime)s " if is_file else "") + "%(rank_tag)s%(message)s", "%Y-%m-%d %H:%M:%S"))
         log.addHandler(handler)
     log.setLevel(logging.DEBUG if debug else logging.INFO)
