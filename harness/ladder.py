@@ -196,10 +196,18 @@ _COUNTS = {
 }
 
 
+def _count(text: str) -> int:
+    """A whole number above 0, also as 5e8, which is how DeepSpeed's own files have them."""
+    number = float(text)
+    if not number.is_integer() or number < 1:
+        raise ValueError("a whole number above 0")
+    return int(number)
+
+
 def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
     name, equals, value = word.partition("=")
     if name == "micro_batch":
-        return {"micro_batch_size": int(value) if equals else max(1, above.micro_batch_size // 2)}
+        return {"micro_batch_size": _count(value) if equals else max(1, above.micro_batch_size // 2)}
     if name == "gradient_checkpointing" and not equals:
         return {"activation_checkpointing": "full"}
     if name == "activation_checkpointing":
@@ -211,7 +219,7 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
             raise ValueError("there is no activation checkpointing at that place")
         return {name: True}
     if name in _COUNTS:
-        return {_COUNTS[name]: int(float(value))}  # 5e8 is how these are written in DeepSpeed's own files
+        return {_COUNTS[name]: _count(value)}
     if name == "optimizer_offload":
         return {name: float(value) if equals else 1.0}
     if name == "param_offload" and value in ("", "cpu"):

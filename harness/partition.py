@@ -34,7 +34,10 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write for example 40GB or 40GiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    size = float(match[1]) * _UNITS[match[2].upper()]
+    if not math.isfinite(size):
+        raise ValueError(f"{text!r} is more than there can be")
+    return int(size)
 
 
 def size_problem(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.faults.fork_ranks import ForkServer
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 if "HARNESS_STATE_DIR" not in os.environ:  # else a worker of pytest-xdist, which has its controller's
     os.environ["HARNESS_STATE_DIR"] = tempfile.mkdtemp(prefix="harness-test-state-")
     atexit.register(shutil.rmtree, os.environ["HARNESS_STATE_DIR"], ignore_errors=True)
+
+# Examples of property tests: the same in every run, or with HYPOTHESIS_PROFILE=long many others.
+settings.register_profile("same", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", deadline=None, max_examples=3000, print_blob=True, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run.
 ONE_WORKER = {
