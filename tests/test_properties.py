@@ -315,8 +315,16 @@ SETTINGS = st.builds(
     in_flight_micro_batches=st.integers(0, 16),
 )
 WORDS = st.sampled_from(
-    "micro_batch gradient_checkpointing activation_checkpointing=selective activation_offload reshard_after_forward"
-    " optimizer_offload optimizer_offload=0.5 param_offload".split()
+    [
+        "micro_batch",
+        "gradient_checkpointing",
+        "activation_checkpointing=selective",
+        "activation_offload",
+        "reshard_after_forward",
+        "optimizer_offload",
+        "optimizer_offload=0.5",
+        "param_offload",
+    ]
 )
 NUMBERED = st.tuples(
     st.sampled_from(["micro_batch", "loss_chunk_size", "reduce_bucket_size", "stage3_max_live_parameters", "in_flight_micro_batches"]),
