@@ -276,8 +276,11 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
         # Exclusive: one rank of this job wins. A file of an earlier job is removed by the main process at start.
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(path.read_text(encoding="utf-8"))["time"] >= started_s:
+        with contextlib.suppress(OSError):
+            try:
+                if json.loads(path.read_text(encoding="utf-8"))["time"] >= started_s:
+                    return
+            except ValueError:  # another rank is just writing it
                 return
         with contextlib.suppress(OSError):
             _write(path, report)

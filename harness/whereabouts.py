@@ -88,12 +88,13 @@ def begin() -> None:
     os.lseek(descriptor, 0, os.SEEK_END)
     faulthandler.enable(file=descriptor, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+    os.register_at_fork(after_in_child=_end)
 
 
-def end() -> None:
-    """Undoes `begin`: for processes that are forked from this one and would write into its file."""
+def _end() -> None:
+    """Undoes `begin`: a worker that is forked from this process must not write its crash into this one's file."""
+    faulthandler.disable()
     if STACK_SIGNAL is not None:
-        faulthandler.disable()
         faulthandler.unregister(STACK_SIGNAL)
 
 

@@ -33,6 +33,12 @@ if kind == "in python":
     stand()
 if kind == "abort":
     os.abort()
+if kind == "abort in a worker":
+    worker = os.fork()
+    if worker == 0:
+        os.abort()
+    os.waitpid(worker, 0)
+    stand()
 if kind == "noted":
     print("ready", flush=True)
     sys.stdin.readline()
@@ -82,7 +88,7 @@ def test_a_process_that_runs_python_shows_its_place_and_lives_on(processes: Any)
     process = processes("in python")
     assert process.line() == "ready"
     for _ in range(2):
-        found = process.where.look(process.child.pid)
+        found = process.where.look(process.child.pid, limit_s=10.0)
         assert (found["number"], found["waiting"], found["name"], found["at"]) == (1, False, "tokens of the step", "<string>:7 stand")
         assert "state" not in found
     assert process.child.poll() is None
@@ -121,6 +127,13 @@ def test_a_crash_leaves_its_stacks(processes: Any) -> None:
     assert process.where.stacks().startswith("Fatal Python error: Aborted")
     assert place_of(process.where.stacks()) == "<string>:16 <module>"
     assert process.where.look(process.child.pid)["state"] == "has ended"
+
+
+def test_a_worker_that_crashes_is_not_taken_for_the_process(processes: Any) -> None:
+    process = processes("abort in a worker")
+    assert process.line() == "ready"
+    assert process.where.stacks() == ""
+    assert process.where.look(process.child.pid, limit_s=10.0)["at"] == "<string>:7 stand"
 
 
 def test_the_guard_says_why_it_asks_for_a_stop(processes: Any) -> None:
