@@ -3,10 +3,11 @@
     python benchmarks/device_map.py --models 1b,8b --micro_batches 8,16 --output device_map.json
 
 For each model and number of micro-batches, on the map that `balanced` makes for training: accelerate's plain dispatch; our pipeline with
-the same kernels (all micro-batches in flight, and as many as there are cards); the pipeline as `run_clm.py` trains, with the loss in
-pieces; and that with compiled blocks. Then the peaks under accelerate's `auto` map and under `dynamic`, and the same job on one card
-where it fits. A step is forward and backward of all micro-batches (bf16 weights, activation checkpointing) and one AdamW update (learning
-rate 0, so that all rows compute the same). The model has random weights; nothing is downloaded. Any number of cards.
+the same kernels (all micro-batches in flight, and as many as there are cards); the pipeline as `run_clm.py` trains with
+`--torch_compile False`, with the loss in pieces; and as it trains by default, with compiled blocks. Then the peaks under accelerate's
+`auto` map and under `dynamic`, and the same job on one card where it fits. A step is forward and backward of all micro-batches (bf16
+weights, activation checkpointing) and one AdamW update (learning rate 0, so that all rows compute the same). The model has random weights;
+nothing is downloaded. Any number of cards.
 
 `--profile` says where the time of a step goes: how long each card computes, how long the host needs to give it the work.
 `--smoke` runs a tiny model on CPU, to see that the script works; its speeds mean nothing.
@@ -355,16 +356,16 @@ def rows_of_speed(bench: Bench, name: str, config: Any, num: int, *, first: bool
         piped_row(bench, name, model, num, "pipeline, whole stretches", blocks_at_once=0)
     elif first:
         piped_row(bench, name, model, num, "pipeline, depth = cards", depth=len(bench.cards))
-    piped_row(bench, name, model, num, "pipeline, as trained", trained=True)
-    piped_row(bench, name, model, num, "pipeline, compiled", compiled=True)
+    piped_row(bench, name, model, num, "pipeline, --torch_compile False", trained=True)
+    piped_row(bench, name, model, num, "pipeline, as trained", compiled=True)
 
 
 def rows_of_one_card(bench: Bench, name: str, config: Any, num: int) -> None:
     bench.facts = {}
     model = bench.build(config, {"": bench.cards[0]})
     plain_row(bench, name, model, num, "one card")
-    plain_row(bench, name, model, num, "one card, as trained", trained=True)
-    plain_row(bench, name, model, num, "one card, compiled", compiled=True)
+    plain_row(bench, name, model, num, "one card, --torch_compile False", trained=True)
+    plain_row(bench, name, model, num, "one card, as trained", compiled=True)
 
 
 def run_model(bench: Bench, name: str) -> None:
@@ -377,13 +378,13 @@ def run_model(bench: Bench, name: str) -> None:
         return
     auto = bench.choose(config, "auto", numbers[0])
     with freed(bench):
-        piped_row(bench, name, bench.build(config, auto), numbers[0], "map auto, as trained", trained=True)
+        piped_row(bench, name, bench.build(config, auto), numbers[0], "map auto, as trained", compiled=True)
     dynamic = bench.choose(config, "dynamic", numbers[0])
     if dynamic == auto:
         print(f"{name}: dynamic keeps auto", flush=True)
     else:
         with freed(bench):
-            piped_row(bench, name, bench.build(config, dynamic), numbers[0], "map dynamic, as trained", trained=True)
+            piped_row(bench, name, bench.build(config, dynamic), numbers[0], "map dynamic, as trained", compiled=True)
     if name != "8b":
         with freed(bench):
             rows_of_one_card(bench, name, config, numbers[0])
@@ -417,7 +418,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
             row["against_accelerate"] = round(row["tokens_per_second"] / plain[key]["tokens_per_second"], 3)
             row["loss_difference"] = abs(row["first_loss"] - plain[key]["first_loss"])
             row["grad_norm_ratio"] = round(row["first_grad_norm"] / plain[key]["first_grad_norm"], 6)
-        manner = next((manner for manner in (", as trained", ", compiled") if manner in row["kind"]), "")
+        manner = next((manner for manner in (", as trained", ", --torch_compile False") if manner in row["kind"]), "")
         alone = single.get((*key, "one card" + manner))
         if alone is not None:
             row["percent_of_one_card"] = round(100 * row["tokens_per_second"] / alone["tokens_per_second"], 1)

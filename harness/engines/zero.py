@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.cpp_extension import JIT_EXTENSION_VERSIONER
 
+from harness import zero_adam
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
 from harness.build_locks import LockedBuildError, clear_abandoned_locks, is_compiled, limit_waits
@@ -275,6 +276,7 @@ class ZeroEngine:
             self.reset_step()
             self.num_bad_losses += 1
             return torch.tensor(float("nan"))
+        zero_adam.follow(self.engine.optimizer)
         self.engine.step()
         norm = self.engine.get_global_grad_norm()
         return torch.as_tensor(float("nan") if norm is None else float(norm))
@@ -371,11 +373,14 @@ class ZeroEngine:
     def _write(self, directory: str) -> None:
         client = {"num_bad_losses": self.num_bad_losses}
         frozen = self.lora is not None  # the base under adapters comes from the model's own files again
-        self.engine.save_checkpoint(directory, tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=frozen)
+        with zero_adam.united(self.engine.optimizer):
+            self.engine.save_checkpoint(directory, tag=_TAG, client_state=client, save_latest=False, exclude_frozen_parameters=frozen)
 
     def load(self, directory: Path) -> None:
         path, client = self.engine.load_checkpoint(str(directory), tag=_TAG, load_module_strict=self.lora is None)
         assert path is not None, f"DeepSpeed found nothing to load in {directory}"
+        zero_adam.fit(self.engine.optimizer)
+        zero_adam.divide(self.engine.optimizer)
         renew_rates(self.scheduler)
         self.num_bad_losses = int(client.get("num_bad_losses", 0))
 
@@ -416,6 +421,7 @@ class ZeroEngine:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             for kind in ("weight", *(AVERAGES if has_averages else ())):
                 write(parameter, whole(source.get(name, kind), shape).to(self.device), kind)
+        zero_adam.divide(self.engine.optimizer)
         place_schedule(self.scheduler, num_updates)
         self.engine.global_steps = num_updates
         return ([] if has_averages else ["the optimizer's state"]) + (["the loss scale"] if self.engine.fp16_enabled() else [])
@@ -424,14 +430,11 @@ class ZeroEngine:
         """Gives the optimizer Adam's state before its first update. False for an optimizer that has another."""
         outer = self.engine.optimizer
         inner = outer.optimizer
-        deepspeeds = type(inner).__module__.startswith("deepspeed.") and type(inner).__name__ in ("DeepSpeedCPUAdam", "FusedAdam")
-        if not deepspeeds and not isinstance(inner, (torch.optim.AdamW, torch.optim.Adam)):
+        if not zero_adam.is_adam(inner):
             return False
-        fused = bool(inner.defaults.get("fused"))
         for flat in outer.fp32_partitioned_groups_flat if self.stage == 3 else outer.single_partition_of_fp32_groups:
-            tensor = torch.tensor(float(num_updates), dtype=torch.float32, device=flat.device if fused else "cpu")
             averages: dict[str, Any] = {kind: torch.zeros_like(flat.detach()) for kind in AVERAGES}
-            inner.state[flat] = {"step": num_updates if deepspeeds else tensor, **averages}
+            inner.state[flat] = {"step": zero_adam.step_number(inner, num_updates, flat), **averages}
         if self.stage < 3:
             outer._lazy_init_hp_params_optimizer_state()
         return True

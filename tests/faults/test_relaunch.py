@@ -13,6 +13,7 @@ from tests.faults.fork_ranks import ForkServer, Life
 
 # Rungs that leave the micro-batch, and so the random numbers of dropout, as they are.
 RECOMPUTE = ("--oom_ladder", "gradient_checkpointing")
+HOST_ADAM = ("--oom_ladder", "optimizer_offload")
 OFFLOAD = ("--oom_ladder", "param_offload")
 
 
@@ -40,6 +41,7 @@ CASES = {
     "save of fsdp": ("fsdp", "save:1:2", RECOMPUTE, "save", "activation_checkpointing none -> full", 3),
     "start of fsdp": ("fsdp", "start:0:1", RECOMPUTE, "start or end", "activation_checkpointing none -> full", 0),
     "forward of fsdp, to offload": ("fsdp", "forward:1:13", OFFLOAD, "step", "param_offload none -> cpu", 0),
+    "forward of zero3, to another Adam": ("zero3", "forward:1:13", HOST_ADAM, "step", "optimizer_offload 0.0 -> 1.0", 0),
     "update of zero3": ("zero3", "update:0:7", RECOMPUTE, "update", "activation_checkpointing none -> full", 1),
 }
 
