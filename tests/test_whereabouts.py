@@ -49,6 +49,9 @@ with whereabouts.waiting("commit vote"):
 """
 
 
+STANDS = ("<string>:6 stand", "<string>:7 stand")  # it says so, and sleeps
+
+
 class Process:
     """A child as a guard starts it."""
 
@@ -89,7 +92,8 @@ def test_a_process_that_runs_python_shows_its_place_and_lives_on(processes: Any)
     assert process.line() == "ready"
     for _ in range(2):
         found = process.where.look(process.child.pid, limit_s=10.0)
-        assert (found["number"], found["waiting"], found["name"], found["at"]) == (1, False, "tokens of the step", "<string>:7 stand")
+        assert (found["number"], found["waiting"], found["name"]) == (1, False, "tokens of the step")
+        assert found["at"] in STANDS
         assert "state" not in found
     assert process.child.poll() is None
 
@@ -133,7 +137,7 @@ def test_a_worker_that_crashes_is_not_taken_for_the_process(processes: Any) -> N
     process = processes("abort in a worker")
     assert process.line() == "ready"
     assert process.where.stacks() == ""
-    assert process.where.look(process.child.pid, limit_s=10.0)["at"] == "<string>:7 stand"
+    assert process.where.look(process.child.pid, limit_s=10.0)["at"] in STANDS
 
 
 def test_the_guard_says_why_it_asks_for_a_stop(processes: Any) -> None:
