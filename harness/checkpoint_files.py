@@ -171,14 +171,14 @@ def problem_of(folder: Path, index: int = 0, count: int = 1) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "its manifest cannot be read"
+    if outside := [name for name in manifest if ".." in Path(name).parts or Path(name).is_absolute()]:
+        return f"its manifest names {outside[0]}, outside the folder"
     # The engines' libraries look for files by pattern: one that was put there would be read unseen.
     added = [name for name in (str(path.relative_to(folder)) for path in data_files(folder / ENGINE_FOLDER)) if name not in manifest]
     if added:
         return f"its manifest does not have {added[0]}"
     for name in sorted(manifest)[index::count]:
         path = folder / name
-        if ".." in Path(name).parts or Path(name).is_absolute():
-            return f"its manifest names {name}, outside the folder"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != manifest[name]["size_bytes"]:
