@@ -171,6 +171,10 @@ def problem_of(folder: Path, index: int = 0, count: int = 1) -> str | None:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "its manifest cannot be read"
+    if not isinstance(manifest, dict) or not all(
+        isinstance(each, dict) and {"size_bytes", "sha256"} <= each.keys() for each in manifest.values()
+    ):
+        return "its manifest is not one"
     if outside := [name for name in manifest if ".." in Path(name).parts or Path(name).is_absolute()]:
         return f"its manifest names {outside[0]}, outside the folder"
     # The engines' libraries look for files by pattern: one that was put there would be read unseen.

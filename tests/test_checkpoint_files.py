@@ -51,6 +51,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: (folder / "state" / "b.bin").unlink(), "state/b.bin is missing"),
     "not complete": (lambda folder: (folder / files.COMPLETE).unlink(), "not complete (it was still being written when the job ended)"),
     "manifest cut": (lambda folder: (folder / files.MANIFEST).write_text('{"state'), "its manifest cannot be read"),
+    "manifest of other things": (lambda folder: (folder / files.MANIFEST).write_text('{"state/a.bin": 3}'), "its manifest is not one"),
+    "file added": (lambda folder: (folder / "state" / "c.pt").touch(), "its manifest does not have state/c.pt"),
     "manifest leads outside": (rename_in_manifest, "its manifest names ../other.bin, outside the folder"),
 }
 
