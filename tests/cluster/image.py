@@ -1,6 +1,7 @@
 """Builds docker/Dockerfile on a base of our own making, with no daemon and no image from elsewhere: buildah in a chroot; needs root.
 
-The base is a minimal Debian with a compiler, and the torch of the Python that runs the tests.
+The base is a minimal Debian with a compiler, and the torch of the Python that runs the tests. Or, in seconds, it is this machine: empty
+folders, over which its system and packages are mounted read-only, and its Python. Then nothing is left for pip to bring or to compile.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launching import ROOT
 
+NAME = "localhost/harness-test"
 PROGRAMS = ["buildah", "podman", "runc", "mmdebstrap"]
 PACKAGES = ["buildah", "podman", "runc", "crun", "mmdebstrap"]
 PYTHON = (3, 11)  # Debian 12's
@@ -23,6 +26,11 @@ _BASE = """\
 FROM scratch
 ADD base.tar /
 COPY packages /usr/local/lib/python3.11/dist-packages
+"""
+_THIS_MACHINE = """\
+FROM scratch
+COPY root /
+ENV PATH=/opt/python/bin:/usr/local/bin:/usr/bin:/bin LD_LIBRARY_PATH=/opt/python/lib
 """
 # How the image's pip reaches what pip reaches here.
 _OF_PIP = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pip.conf"]
@@ -33,11 +41,43 @@ class Images:
 
     Args:
         folder: for the store and everything that is made on the way; some GB.
+
+    Attributes:
+        mounts: folders of this machine that every container gets: --volume and its value, and so on.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "overlay"]
+        self.mounts: list[str] = []
+
+    def make_base_of_this_machine(self) -> str:
+        """Returns the base's name."""
+        context = self.folder / "base"
+        root = context / "root"
+        places = {"/usr": "/usr", sysconfig.get_path("purelib"): "/opt/packages"}
+        for name in ("usr", "etc", "tmp", "var/tmp", "root", "opt/packages"):
+            (root / name).mkdir(parents=True)
+        for name in ("tmp", "var/tmp"):
+            (root / name).chmod(0o1777)
+        for name in ("bin", "sbin", "lib", "lib64"):
+            (root / name).symlink_to(f"usr/{name}")
+        for name in ("passwd", "group", "nsswitch.conf", "ld.so.cache", "alternatives"):
+            source = Path("/etc", name)
+            if source.is_dir():
+                shutil.copytree(source, root / "etc" / name, symlinks=True)
+            elif source.exists():
+                shutil.copy(source, root / "etc" / name)
+        # Not its own packages: what else this machine has is none of the image's.
+        left_out = shutil.ignore_patterns("site-packages", "test", "tests", "idlelib", "*.a")
+        shutil.copytree(sys.base_prefix, root / "opt/python", symlinks=True, ignore=left_out)
+        site_packages = next((root / "opt/python/lib").glob("python3.*")) / "site-packages"
+        site_packages.mkdir()
+        (site_packages / "packages.pth").write_text("/opt/packages\n")
+        (context / "Containerfile").write_text(_THIS_MACHINE)
+        self.mounts = [word for here, there in places.items() for word in ("--volume", f"{here}:{there}:ro")]
+        self._build("localhost/harness-test-machine", [str(context)])
+        return "localhost/harness-test-machine"
 
     def make_base(self) -> str:
         """Returns the base's name."""
@@ -51,13 +91,12 @@ class Images:
         shutil.rmtree(context)
         return "localhost/harness-test-base"
 
-    def build(self, base: str) -> str:
-        """Builds docker/Dockerfile. Returns the image's name."""
+    def build(self, base: str) -> None:
+        """Builds docker/Dockerfile on this base; the image's name is NAME."""
         arguments = ["--build-arg", f"BASE_IMAGE={base}", "--build-arg", "DS_ACCELERATOR=cpu"]
-        mounts = [word for path in _OF_PIP if Path(path).exists() for word in ("--volume", f"{path}:{path}:ro")]
+        mounts = [*self.mounts, *(word for path in _OF_PIP if Path(path).exists() for word in ("--volume", f"{path}:{path}:ro"))]
         ignore = ["--ignorefile", str(ROOT / "docker/Dockerfile.dockerignore")]
-        self._build("localhost/harness-test", [*arguments, *mounts, *ignore, "--file", str(ROOT / "docker/Dockerfile"), str(ROOT)])
-        return "localhost/harness-test"
+        self._build(NAME, [*arguments, *mounts, *ignore, "--file", str(ROOT / "docker/Dockerfile"), str(ROOT)])
 
     def _build(self, name: str, words: Sequence[str]) -> None:
         _run(["buildah", *self.store, "bud", "--isolation", "chroot", "--pull-never", "--format", "docker", "--tag", name, *words], 3000)
@@ -75,6 +114,7 @@ class Images:
             "run",
             "--rm",
             *limits,
+            *self.mounts,
             *options,
             image,
             *words,
@@ -88,10 +128,16 @@ class Images:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def problem() -> str | None:
-    """Why an image cannot be built here; None where it can."""
+def problem(debian: bool = True) -> str | None:
+    """Why an image cannot be built here; None where it can.
+
+    Args:
+        debian: on the base that is made of Debian's packages.
+    """
     if os.geteuid() != 0:
         return "building an image in a chroot needs root"
+    if not debian:
+        return "the base takes a Python that is not the system's" if Path(sys.base_prefix) == Path("/usr") else None
     if sys.version_info[:2] != PYTHON:
         return f"the base has Python {PYTHON[0]}.{PYTHON[1]}, and takes torch from the Python that runs the tests"
     return None

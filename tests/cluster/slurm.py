@@ -1,4 +1,4 @@
-"""A Slurm cluster of two nodes on this machine: a controller and two node daemons of our own, on the loopback interface; needs root.
+"""A Slurm cluster of four nodes on this machine: a controller and four node daemons of our own, on the loopback interface; needs root.
 
 with Slurm(folder) as slurm:
     job = slurm.submit("--nodes=2", "job.sh", "its", "arguments")
@@ -24,7 +24,9 @@ from tests.launching import launch_environment
 
 PROGRAMS = ["slurmctld", "slurmd", "sbatch", "munged"]
 PACKAGES = ["slurm-wlm", "slurmctld", "slurmd", "slurm-client", "munge"]
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3", "n4")
+# States that a job stays in.
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 _CONF = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -88,7 +90,7 @@ class Slurm:
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for node in NODES:
             self.start_node(node)
-        self._until(lambda: len(re.findall(r"^n\d idle", self.tell("sinfo", "-h", "-N", "-o", "%N %T"), re.MULTILINE)) == 2)
+        self._until(lambda: len(re.findall(r"^n\d idle", self.tell("sinfo", "-h", "-N", "-o", "%N %T"), re.MULTILINE)) == len(NODES))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -110,7 +112,10 @@ class Slurm:
         self._start(node, "slurmd", "-D", "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """As if the node had lost its power: the daemon, the steps it started, and their processes end at once."""
+        """As if the node had lost its power: the daemon, the steps it started, and their processes end at once.
+
+        What processes of tests.faults.forked_script stand for ends with them.
+        """
         steps = subprocess.run(["pgrep", "-f", f"slurmstepd.*{node}"], capture_output=True, text=True).stdout.split()
         victims = {int(pid) for pid in steps} | {self.daemons[node].pid}
         for entry in Path("/proc").iterdir():
@@ -142,7 +147,7 @@ class Slurm:
 
     def wait(self, number: str, timeout_s: float = 300.0) -> dict[str, str]:
         """Waits until a job has ended for good. Returns its facts."""
-        self._until(lambda: self.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"), timeout_s)
+        self._until(lambda: self.job(number)["JobState"] in ENDED, timeout_s)
         return self.job(number)
 
     def _start(self, name: str, *command: str) -> None:

@@ -72,19 +72,20 @@ def test_pods_start_what_the_image_has() -> None:
 # ---- the image itself ----
 
 
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Iterator[image.Images]:
-    if reason := image.problem():
+@pytest.fixture(scope="module", params=["machine", pytest.param("debian", marks=pytest.mark.slow)])
+def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[image.Images]:
+    """With the image built: on a base with everything that the Dockerfile installs, and in the long form on one with torch alone."""
+    debian = request.param == "debian"
+    if reason := image.problem(debian):
         pytest.skip(reason)
-    install.need(image.PROGRAMS, image.PACKAGES)
+    programs, packages = (image.PROGRAMS, image.PACKAGES) if debian else (image.PROGRAMS[:-1], image.PACKAGES[:-1])
+    install.need(programs, packages)
     made = image.Images(tmp_path_factory.mktemp("images"))
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def built(images: image.Images) -> str:
-    return images.build(images.make_base())
+    try:
+        made.build(made.make_base() if debian else made.make_base_of_this_machine())
+        yield made
+    finally:
+        made.close()
 
 
 def volumes(folder: Path) -> list[str]:
@@ -97,12 +98,11 @@ def volumes(folder: Path) -> list[str]:
     return words
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_demo_trains_inside_as_anybody(images: image.Images, built: str, tmp_path: Path) -> None:
+def test_the_demo_trains_inside_as_anybody(images: image.Images, tmp_path: Path) -> None:
     """A uid without a name, a root file system that cannot be written to, and what the Compose file starts."""
     options = [*volumes(tmp_path), "--user", "1042:1042", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-    demo = images.run([*options, "--entrypoint", "bash"], built, "/opt/harness/launch/demo.sh", "/output/demo", "--max_steps", "30")
+    demo = images.run([*options, "--entrypoint", "bash"], image.NAME, "/opt/harness/launch/demo.sh", "/output/demo", "--max_steps", "10")
     assert demo.returncode == 0, demo.stdout
     assert "installing" not in demo.stdout and "num_processes=2" in demo.stdout
     exit_json = tmp_path / "output/demo/exit.json"
@@ -111,22 +111,22 @@ def test_the_demo_trains_inside_as_anybody(images: image.Images, built: str, tmp
     assert list((tmp_path / "cache").rglob("*"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_entry_point_is_the_command(images: image.Images, built: str, tmp_path: Path) -> None:
+def test_the_entry_point_is_the_command(images: image.Images, tmp_path: Path) -> None:
     options = [*volumes(tmp_path), "--user", "1000:1000"]
-    assert "usage: harness COMMAND" in images.run(options, built).stdout
-    doctor = images.run(options, built, "doctor", "--no_bandwidth")
+    assert "usage: harness COMMAND" in images.run(options, image.NAME).stdout
+    doctor = images.run(options, image.NAME, "doctor", "--no_bandwidth")
     assert doctor.returncode in (0, 1) and "deepspeed" in doctor.stdout.lower(), doctor.stdout
-    wrong = images.run(options, built, "train", "--output_dir", "/output/x", "--learnig_rate", "1")
+    wrong = images.run(options, image.NAME, "train", "--output_dir", "/output/x", "--learnig_rate", "1")
     assert wrong.returncode == 2 and "did you mean --learning_rate?" in wrong.stdout, wrong.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_bases_torch_stays_and_deepspeeds_kernels_are_built(images: image.Images, built: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("images", ["debian"], indirect=True)
+def test_the_bases_torch_stays_and_deepspeeds_kernels_are_built(images: image.Images, tmp_path: Path) -> None:
     code = "import json, torch; from deepspeed.git_version_info import installed_ops as ops;"
     code += " print(json.dumps([torch.__file__, ops['cpu_adam'], ops['fused_adam']]))"
-    shown = images.run([*volumes(tmp_path), "--entrypoint", "python"], built, "-c", code)
+    shown = images.run([*volumes(tmp_path), "--entrypoint", "python"], image.NAME, "-c", code)
     assert shown.returncode == 0, shown.stdout
     assert json.loads(shown.stdout.splitlines()[-1]) == ["/usr/local/lib/python3.11/dist-packages/torch/__init__.py", True, True]

@@ -1,13 +1,15 @@
-"""launch/slurm.sbatch: under stand-ins of Slurm's commands, and on a real controller with two node daemons."""
+"""launch/slurm.sbatch: under stand-ins of Slurm's commands, and on a real controller with four node daemons."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +19,12 @@ import pytest
 
 from launch import cluster, run
 from tests.cluster import install, slurm
-from tests.launching import ROOT, only_launch_of_this_machine, run_launcher
+from tests.faults import forked_script
+from tests.faults.fork_ranks import ForkServer
+from tests.launching import ROOT, only_launch_of_this_machine
 
 SCRIPT = ROOT / "launch/slurm.sbatch"
-STEPS = 30
+STEPS = 45
 
 
 # ---- the command ----
@@ -168,7 +172,7 @@ def test_what_cannot_work_is_refused(stage: Stage, environ: dict[str, str], mess
 
 
 @pytest.fixture(scope="module")
-def cluster_of_two(reference: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
+def cluster_of_four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Slurm]:
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons need root here")
     install.need(slurm.PROGRAMS, slurm.PACKAGES)
@@ -177,14 +181,32 @@ def cluster_of_two(reference: dict[str, Any], tmp_path_factory: pytest.TempPathF
         yield running
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The losses of an uninterrupted run of one process."""
-    folder = tmp_path_factory.mktemp("reference")
+@pytest.fixture(scope="module", params=["forked", pytest.param("started", marks=pytest.mark.slow)])
+def training(request: pytest.FixtureRequest, server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """With the training processes forked, which saves their imports; and in the long form as users have it."""
+    folder = tmp_path_factory.mktemp("training")
     (folder / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(400)))
-    result = run_launcher("python", 1, arguments(folder, "clean", 1), timeout_s=120)
+    result = server.run(arguments(folder, "clean", 1), 1, folder / "uninterrupted")
     assert result.returncode == 0, result.stdout
-    return {"folder": folder, "losses": result.losses}
+    script = ROOT / "tests/faults/forked_script.py" if request.param == "forked" else ROOT / "tests/distributed/oom_worker.py"
+    return Training(folder, script, {forked_script.SERVER_VARIABLE: server.address}, result.losses)
+
+
+@dataclasses.dataclass
+class Training:
+    """What the jobs of a test have in common.
+
+    Attributes:
+        folder: of their data and outputs.
+        script: what the launchers start.
+        environ: what the script needs.
+        losses: of each step, in an uninterrupted run of one process.
+    """
+
+    folder: Path
+    script: Path
+    environ: dict[str, str]
+    losses: list[float]
 
 
 def arguments(folder: Path, name: str, num_processes: int) -> list[str]:
@@ -210,41 +232,40 @@ def arguments(folder: Path, name: str, num_processes: int) -> list[str]:
 
 
 class SlurmRun:
-    """A training job in the cluster."""
+    """A training job on two nodes of the cluster."""
 
-    def __init__(
-        self,
-        running: slurm.Slurm,
-        reference: dict[str, Any],
-        name: str,
-        engine: str,
-        *more: str,
-        script: Path | None = None,
-        **environ: str,
-    ) -> None:
-        self.slurm, self.folder, self.losses = running, reference["folder"], reference["losses"]
-        self.output = self.folder / name
-        words = ["--nodes=2", str(SCRIPT), "--num_processes", "1", "--engine", engine, *(["--script", str(script)] if script else []), "--"]
+    def __init__(self, running: slurm.Slurm, training: Training, name: str, engine: str, nodes: str, *more: str, **environ: str) -> None:
+        self.slurm, self.training = running, training
+        self.output = training.folder / name
+        words = ["--nodes=2", f"--nodelist={nodes}", str(SCRIPT), "--num_processes", "1", "--engine", engine]
+        words += ["--script", str(training.script), "--", *arguments(training.folder, name, 2), *more]
         environ |= {
             "HARNESS_ROOT": str(ROOT),
+            "HARNESS_PYTHON": sys.executable,
             "HARNESS_MASTER_ADDR": "127.0.0.1",
             "HARNESS_INTERFACE": "lo",
-            "HARNESS_LOGS": str(self.folder / f"{name}-logs"),
+            "HARNESS_LOGS": str(training.folder / f"{name}-logs"),
         }
-        self.number = running.submit(*words, *arguments(self.folder, name, 2), *more, environ=environ, cwd=self.folder)
+        self.number = running.submit(*words, environ=training.environ | environ, cwd=training.folder)
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.output / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
-    def until_step(self, step: int) -> None:
+    def until_step(self, step: int, start: int = 1) -> None:
+        """Waits until a start of the job, counted from 1, has done a step."""
         deadline = time.monotonic() + 120
-        while not any(row.get("step") == step and "loss" in row for row in self.rows()):
-            assert time.monotonic() < deadline and self.slurm.job(self.number)["JobState"] in ("PENDING", "RUNNING"), self.log()
+        while not self._is_at(step, start):
+            assert time.monotonic() < deadline and self.slurm.job(self.number)["JobState"] not in slurm.ENDED, self.log()
             time.sleep(0.05)
 
+    def _is_at(self, step: int, start: int) -> bool:
+        rows = self.rows()
+        begins = [0, *(place for place, row in enumerate(rows) if row.get("event") == "resume")]
+        return len(begins) == start and any(row["kind"] == "train" and row["step"] >= step for row in rows[begins[-1] :])
+
     def log(self) -> str:
-        logs = [self.folder / f"harness-{self.number}.log", *sorted(self.folder.glob(f"{self.output.name}-logs/*"))]
+        logs = [self.training.folder / f"harness-{self.number}.log", *sorted(self.training.folder.glob(f"{self.output.name}-logs/*"))]
         return "".join(f"== {path}\n{path.read_text()}\n" for path in logs if path.exists())
 
     def finished(self) -> list[dict[str, Any]]:
@@ -254,74 +275,69 @@ class SlurmRun:
         rows = self.rows()
         losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
         assert list(losses) == list(range(1, STEPS + 1))
-        assert list(losses.values()) == pytest.approx(self.losses, rel=1e-4)
+        assert list(losses.values()) == pytest.approx(self.training.losses, rel=1e-4)
         return [row for row in rows if row["kind"] == "event"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "zero2"])
-def test_two_nodes_under_each_launcher(cluster_of_two: slurm.Slurm, reference: dict[str, Any], engine: str) -> None:
-    job = SlurmRun(cluster_of_two, reference, f"two-{engine}", engine)
-    job.finished()
-    tool = {"ddp": "torchrun", "fsdp": "accelerate launch", "zero2": "deepspeed"}[engine]
-    assert f"{tool} --" in job.log() and "num_processes=2" in job.log()
+@pytest.fixture(scope="module")
+def jobs(cluster_of_four: slurm.Slurm, training: Training) -> dict[str, SlurmRun]:
+    """One of each launcher: on two nodes the one that is interrupted, on the others the rest, one after the other."""
+    out_of_memory = {"HARNESS_TEST_OOM": "backward:1:9 update:1:12"}
+    return {
+        "torchrun": SlurmRun(cluster_of_four, training, "ddp", "ddp", "n1,n2"),
+        "accelerate": SlurmRun(cluster_of_four, training, "fsdp", "fsdp", "n3,n4", "--snapshot_steps", "2", **out_of_memory),
+        "deepspeed": SlurmRun(cluster_of_four, training, "zero2", "zero2", "n3,n4"),
+    }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("receiver", [[], ["--batch"]], ids=["the tasks, as by hand", "the script, as before the time limit"])
-def test_a_signal_saves_queues_again_and_goes_on(cluster_of_two: slurm.Slurm, reference: dict[str, Any], receiver: list[str]) -> None:
-    job = SlurmRun(cluster_of_two, reference, f"signal{len(receiver)}", "fsdp")
+def test_interruptions_save_queue_again_and_go_on(cluster_of_four: slurm.Slurm, jobs: dict[str, SlurmRun]) -> None:
+    """One job under torchrun, stopped in four ways; its losses are those of a run that nobody stopped."""
+    job, tell = jobs["torchrun"], cluster_of_four.tell
+    job.until_step(3)
+    tell("scancel", "--signal=USR1", job.number)  # the tasks, as by hand
+    job.until_step(13, start=2)
+    assert "signal USR1: saving" not in job.log()
+    tell("scancel", "--signal=USR1", "--batch", job.number)  # the script, as before the time limit
+    job.until_step(23, start=3)
+    assert "signal USR1: saving" in job.log() and job.log().count("stopped after a complete save: queued again") == 2
+    tell("scontrol", "requeue", job.number)
+    job.until_step(33, start=4)
+    cluster_of_four.kill_node("n2")
+    killed = time.monotonic()
+    while "a node does not answer: queued again" not in job.log():
+        assert time.monotonic() < killed + 90, job.log()
+        time.sleep(0.2)
+    assert "the guard of rank 1" in job.log()
+    cluster_of_four.start_node("n2")
+    steps = [event["step"] for event in job.finished() if event["event"] == "resume"]
+    assert len(steps) == 4 and all(low <= step < STEPS for low, step in zip((3, 13, 20, 30), steps, strict=True)), steps
+    assert cluster_of_four.job(job.number)["Restarts"] == "4"
+
+
+def test_out_of_memory_on_one_node_steps_down_on_both(cluster_of_four: slurm.Slurm, jobs: dict[str, SlurmRun]) -> None:
+    """Under accelerate; the second step down needs new processes, and the job keeps its place in the queue."""
+    job = jobs["accelerate"]
+    down = [(event["phase"], event["way"], event["rank"]) for event in job.finished() if event["event"] == "oom"]
+    assert down == [("step", "redo", 1), ("update", "relaunch", 1)]
+    assert cluster_of_four.job(job.number)["Restarts"] == "0"
+
+
+def test_two_nodes_under_each_launcher(jobs: dict[str, SlurmRun]) -> None:
+    jobs["deepspeed"].finished()
+    for engine, tool in (("torchrun", "torchrun"), ("accelerate", "accelerate launch"), ("deepspeed", "deepspeed")):
+        assert f"{tool} --" in jobs[engine].log() and "num_processes=2" in jobs[engine].log()
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster_of_four: slurm.Slurm, training: Training) -> None:
+    job = SlurmRun(cluster_of_four, training, "cancel", "ddp", "n3,n4")
     job.until_step(4)
-    cluster_of_two.tell("scancel", "--signal=USR1", *receiver, job.number)
-    resumed = [event for event in job.finished() if event["event"] == "resume"]
-    assert len(resumed) == 1 and 4 <= resumed[0]["step"] < STEPS
-    assert cluster_of_two.job(job.number)["Restarts"] == "1" and "queued again" in job.log()
-    assert ("signal USR1: saving" in job.log()) == bool(receiver)
-
-
-@pytest.mark.slow
-def test_queued_again_from_outside(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
-    job = SlurmRun(cluster_of_two, reference, "requeue", "ddp")
-    job.until_step(12)
-    cluster_of_two.tell("scontrol", "requeue", job.number)
-    assert [event["step"] >= 10 for event in job.finished() if event["event"] == "resume"] == [True]
-    assert cluster_of_two.job(job.number)["Restarts"] == "1"
-
-
-@pytest.mark.slow
-def test_a_cancelled_job_saves_and_stays_cancelled(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
-    job = SlurmRun(cluster_of_two, reference, "cancel", "ddp")
-    job.until_step(4)
-    cluster_of_two.tell("scancel", job.number)
-    assert cluster_of_two.wait(job.number)["JobState"] == "CANCELLED"
+    cluster_of_four.tell("scancel", job.number)
+    assert cluster_of_four.wait(job.number)["JobState"] == "CANCELLED"
     deadline = time.monotonic() + 30
     while not (job.output / "exit.json").exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     assert json.loads((job.output / "exit.json").read_text())["code"] == 75, job.log()
     assert list(job.output.glob("checkpoint-*/COMPLETE"))
-
-
-@pytest.mark.slow
-def test_a_node_that_dies_is_replaced(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
-    job = SlurmRun(cluster_of_two, reference, "node", "fsdp")
-    job.until_step(12)
-    cluster_of_two.kill_node("n2")
-    killed = time.monotonic()
-    while "queued again" not in job.log():
-        assert time.monotonic() < killed + 90, job.log()
-        time.sleep(0.2)
-    cluster_of_two.start_node("n2")
-    assert [event["step"] >= 10 for event in job.finished() if event["event"] == "resume"] == [True]
-
-
-@pytest.mark.slow
-def test_out_of_memory_on_one_node_steps_down_on_both(cluster_of_two: slurm.Slurm, reference: dict[str, Any]) -> None:
-    worker = ROOT / "tests/distributed/oom_worker.py"
-    environ = {"HARNESS_TEST_OOM": "backward:1:9 update:1:12"}
-    job = SlurmRun(cluster_of_two, reference, "oom", "fsdp", "--snapshot_steps", "2", script=worker, **environ)
-    down = [(event["phase"], event["way"], event["rank"]) for event in job.finished() if event["event"] == "oom"]
-    assert down == [("step", "redo", 1), ("update", "relaunch", 1)]
-    assert cluster_of_two.job(job.number)["Restarts"] == "0"
 
 
 def test_the_script_is_accepted_by_the_shell() -> None:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from harness.guard import NO_GUARD_VARIABLE, Child, Guard, die_with_parent, needs_guard, parent_of
+from tests.faults import forked_script
 from tests.launching import Result, output_dir_of
 
 # torch's autograd and gloo start threads in the ranks; the server must have none, for a fork copies only the thread that forks.
@@ -200,8 +201,12 @@ def _launcher(request: dict[str, Any], reply: int) -> int:
     return next((code if code > 0 else 128 - code for code in codes.values() if code), 0)
 
 
-def serve() -> None:
-    """Imports everything, then forks lives on request: a JSON object a line on standard input, one answer a line on standard output."""
+def serve(address: str) -> None:
+    """Imports everything, then forks lives on request: a JSON object a line on standard input, one answer a line on standard output.
+
+    Args:
+        address: of a socket for `tests.faults.forked_script`.
+    """
     import ctypes
     import importlib
 
@@ -215,9 +220,13 @@ def serve() -> None:
     assert threads == 1, f"the server has {threads} threads"
     # Guards whose launcher was killed become the server's children, and leave no zombies where process 1 reaps none.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    scripts = forked_script.listen(address)
     print("ready", flush=True)
     while True:
-        if select.select([0], [], [], 0.1)[0]:
+        asked = select.select([0, scripts], [], [], 0.1)[0]
+        if scripts in asked:
+            forked_script.serve(scripts, _run_clm)
+        if 0 in asked:
             line = sys.stdin.readline()
             if not line:
                 return
@@ -341,7 +350,11 @@ class Life:
 
 
 class ForkServer:
-    """Starts lives. Use as a context manager; what still runs at its end is killed."""
+    """Starts lives. Use as a context manager; what still runs at its end is killed.
+
+    Attributes:
+        address: where it takes the training processes of `tests.faults.forked_script`.
+    """
 
     def __init__(self) -> None:
         self.lives: list[Life] = []
@@ -352,8 +365,9 @@ class ForkServer:
         environment = {name: value for name, value in os.environ.items() if name not in foreign} | _SERVER_ENVIRONMENT
         self.state = tempfile.TemporaryDirectory(prefix="harness-test-state-")
         environment.setdefault("HARNESS_STATE_DIR", self.state.name)
+        self.address = f"{self.state.name}/scripts"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.faults.fork_ranks import serve; serve()"],
+            [sys.executable, "-c", "import sys; from tests.faults.fork_ranks import serve; serve(sys.argv[1])", self.address],
             cwd=root,
             env=environment,
             stdin=subprocess.PIPE,
