@@ -355,6 +355,7 @@ class ForeignSettings:
         has_zero = "zero_optimization" in config
         changed = with_memory_settings(config, MemorySettings(1, **only_new)) if has_zero else copy.deepcopy(dict(config))
         if only_new.get("optimizer_offload") and "optimizer" not in changed:
+            # accelerate would put DeepSpeed's Adam in the place of the script's, with its learning rate and weight decay but not its betas.
             changed.setdefault("zero_force_ds_cpu_optimizer", False)
         for key, value in (("train_micro_batch_size_per_gpu", settings.micro_batch_size), ("gradient_accumulation_steps", accumulation)):
             if is_number(changed.get(key)) and settings.micro_batch_size != self.start.micro_batch_size:

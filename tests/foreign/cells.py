@@ -1,0 +1,188 @@
+"""Scripts that know nothing of this project, under each launcher, with a lack of memory on one of two ranks at step 7."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from harness.processes import processes_with, send
+from launch.machine import free_port
+from tests.foreign import inject
+from tests.launching import ROOT, launch_environment, only_launch_of_this_machine
+
+SCRIPTS = ("hf_trainer", "trl_sft", "accelerate_loop")
+LAUNCHERS = ("torchrun", "accelerate", "zero2", "zero3")
+NUM_RANKS, MICRO, STEPS, SAVE_STEPS, FAILS_AT = 2, 8, 12, 5, 7
+FAILURE = {"rank": 1, "step": FAILS_AT, "share": MICRO, "rows": MICRO}
+_MARK = "HARNESS_TEST_FOREIGN"
+SIGKILL = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How a command ended.
+
+    Attributes:
+        code: its exit code; None where it was still running at the time limit.
+        losses: by step, as the script logged them.
+        steps: for each process that trained, by rank and oldest first, the samples of each step.
+    """
+
+    code: int | None
+    seconds: float
+    output: str
+    losses: dict[int, float]
+    steps: dict[int, list[list[list[int]]]]
+
+
+def make_corpus(path: Path) -> Path:
+    """Text with something to learn."""
+    source = random.Random(0)
+    words = ["".join(source.choice("abcdefghijklmnop") for _ in range(source.randint(2, 8))) for _ in range(200)]
+    path.write_text(" ".join(source.choice(words) for _ in range(4000)))
+    return path
+
+
+def command(script: str, launcher: str, corpus: Path, folder: Path, more: list[str]) -> list[str]:
+    """What a user would type."""
+    tools, path, port = Path(sys.executable).parent, str(ROOT / "examples" / f"{script}.py"), str(free_port())
+    flags = {
+        "train_file": corpus,
+        "output_dir": folder / "out",
+        "max_steps": STEPS,
+        "save_steps": SAVE_STEPS,
+        "per_device_train_batch_size": MICRO,
+        "learning_rate": 1e-3,
+    }
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + more
+    if script != "accelerate_loop":
+        words += ["--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "True"]
+        words += ["--bf16", "False"] if script == "trl_sft" else []
+        words += ["--use_cpu", "True"]  # without it transformers makes two jobs of one process
+        words += ["--deepspeed", str(ROOT / "ds_configs" / f"{launcher}.json")] if launcher.startswith("zero") else []
+    if launcher == "torchrun":
+        return [str(tools / "torchrun"), "--nproc_per_node", str(NUM_RANKS), "--master_port", port, path, *words]
+    if launcher == "accelerate":
+        # What makes it several processes is called --multi_gpu where there is no GPU either.
+        start = [str(tools / "accelerate"), "launch", "--multi_gpu", "--num_processes", str(NUM_RANKS), "--num_machines", "1"]
+        return [*start, "--main_process_ip", "127.0.0.1", "--main_process_port", port, path, *words]
+    if script == "accelerate_loop":  # ZeRO comes to such a script from accelerate's YAML
+        yaml = folder / f"{launcher}.yaml"
+        yaml.write_text(
+            f"distributed_type: DEEPSPEED\nnum_processes: {NUM_RANKS}\nnum_machines: 1\nmachine_rank: 0\nmixed_precision: 'no'\n"
+            f"deepspeed_config:\n  zero_stage: {launcher[-1]}\n  gradient_accumulation_steps: 1\n"
+        )
+        return [str(tools / "accelerate"), "launch", "--config_file", str(yaml), "--main_process_port", port, path, *words]
+    return [str(tools / "deepspeed"), f"--num_gpus={NUM_RANKS}", "--master_port", port, path, *words]
+
+
+def run(
+    script: str,
+    launcher: str,
+    corpus: Path,
+    folder: Path,
+    *,
+    fails: bool,
+    with_us: bool,
+    more: list[str] | None = None,
+    failure: dict[str, Any] | None = None,
+    timeout_s: float = 400.0,
+    takes_turns: bool = True,
+) -> Run:
+    """Runs a script under a launcher, with or without `harness run` before it, and leaves no process behind.
+
+    Args:
+        takes_turns: with the launches of other tests on this machine.
+    """
+    folder.mkdir(parents=True)
+    trace, hook, mark = folder / "trace", folder / "hook", uuid.uuid4().hex
+    trace.mkdir()
+    inject.install_into(hook)
+    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = launch_environment(
+        {"PYTHONPATH": path, "TRACE": str(trace), "OOM": json.dumps((failure or FAILURE) if fails else {}), _MARK: mark}
+    )
+    if script == "accelerate_loop":  # the same for accelerate
+        environ["ACCELERATE_USE_CPU"] = "true"
+    tokens = command(script, launcher, corpus, folder, more or [])
+    if with_us:
+        tokens = [sys.executable, "-m", "harness.runner", "--no_plan", "--ladder", "micro_batch", "--", *tokens]
+    turn = only_launch_of_this_machine() if takes_turns else contextlib.nullcontext()
+    with turn, open(folder / "output.txt", "w+", encoding="utf-8") as output:
+        started = time.monotonic()
+        streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(tokens, cwd=ROOT, env=environ, start_new_session=True, **streams)
+        code: int | None = None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            seconds = time.monotonic() - started
+            time.sleep(1.0)
+            left = processes_with(_MARK, mark)
+            send(left, SIGKILL)
+            process.wait()
+        text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    assert code is None or not left, f"{len(left)} processes were left behind\n{text}"
+    return Run(code, seconds, text, losses_of(script, folder / "out"), steps_of(trace))
+
+
+def losses_of(script: str, folder: Path) -> dict[int, float]:
+    """Loss by step, from what the script wrote last."""
+    if script == "accelerate_loop":
+        log = folder / "log.jsonl"
+        return {row["step"]: row["loss"] for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    state = folder / "trainer_state.json"
+    history = json.loads(state.read_text())["log_history"] if state.exists() else []
+    return {row["step"]: row["loss"] for row in history if "loss" in row}
+
+
+def steps_of(trace: Path) -> dict[int, list[list[list[int]]]]:
+    """The samples of each whole step of each process, by rank; processes oldest first."""
+    found: dict[int, list[list[list[int]]]] = {rank: [] for rank in range(NUM_RANKS)}
+    for path in sorted(trace.glob("rank*.jsonl"), key=lambda path: path.stat().st_mtime):
+        samples = [sample for line in path.read_text().splitlines() for sample in json.loads(line)]
+        steps = [samples[start : start + MICRO] for start in range(0, len(samples) - MICRO + 1, MICRO)]
+        found[int(path.name[len("rank")])].append(steps)
+    return found
+
+
+def global_batches(run: Run, life: int) -> list[list[int]]:
+    """The samples of each step of one life over all ranks, in an order of their own."""
+    lives = [run.steps[rank][life] for rank in range(NUM_RANKS)]
+    return [sorted(sample for rank in ranks for sample in rank) for ranks in zip(*lives, strict=False)]
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """What `harness run` wrote."""
+    return json.loads((folder / "out-harness_run" / "record.json").read_text())
+
+
+def compare(clean: Run, found: Run, folder: Path) -> dict[str, Any]:
+    """What must be true of a run that went down the ladder, beside the run without a lack of memory."""
+    record = record_of(folder)
+    resumed = record["attempts"][-1]["resume_from_checkpoint"]
+    done = int(Path(resumed).name.replace("_", "-").rpartition("-")[2]) if resumed else 0
+    whole = global_batches(clean, 0)
+    batches = [global_batches(found, life) for life in range(min(map(len, found.steps.values())))]
+    difference = max(abs(found.losses[step] - clean.losses[step]) / clean.losses[step] for step in clean.losses)
+    return {
+        "finished": found.code == 0 and record["result"] == "finished",
+        "attempts": len(record["attempts"]),
+        "resumed_at_step": done,
+        "steps": len(found.losses),
+        "same_global_batches": len(batches) == len(record["attempts"])
+        and batches[0][: FAILS_AT - 1] == whole[: FAILS_AT - 1]
+        and batches[-1] == whole[done:STEPS],
+        "largest_relative_loss_difference": difference,
+    }

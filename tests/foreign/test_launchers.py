@@ -1,0 +1,57 @@
+"""Scripts that know nothing of this project finish under their own launchers although a rank runs out of memory at step 7.
+
+The short form has one script under torchrun and one under deepspeed; the long one all of them, and what they do without `harness run`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.foreign import cells
+
+TOLERANCE = 2e-5
+
+
+def check(script: str, launcher: str, clean: cells.Run, folder: Path, corpus: Path) -> None:
+    found = cells.run(script, launcher, corpus, folder, fails=True, with_us=True)
+    assert found.code == 0, found.output
+    result = cells.compare(clean, found, folder)
+    difference = result.pop("largest_relative_loss_difference")
+    assert result == {"finished": True, "attempts": 2, "resumed_at_step": 5, "steps": cells.STEPS, "same_global_batches": True}
+    assert difference < TOLERANCE
+    first = cells.record_of(folder)["attempts"][0]
+    assert [report["rank"] for report in first["out_of_memory"]] == [1] and first["seconds"] < 200
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cells.make_corpus(tmp_path_factory.mktemp("foreign") / "corpus.txt")
+
+
+def test_a_loop_under_torchrun(corpus: Path, tmp_path: Path) -> None:
+    clean = cells.run("accelerate_loop", "torchrun", corpus, tmp_path / "clean", fails=False, with_us=False)
+    assert clean.code == 0, clean.output
+    check("accelerate_loop", "torchrun", clean, tmp_path / "with", corpus)
+
+
+def test_a_mistake_ends_with_its_own_code_and_is_not_tried_again(corpus: Path, tmp_path: Path) -> None:
+    mistake = {**cells.FAILURE, "step": 2, "kind": "bug"}
+    found = cells.run("accelerate_loop", "torchrun", corpus, tmp_path / "bug", fails=True, with_us=True, failure=mistake)
+    assert found.code == 1 and "a mistake in the script" in found.output
+    assert [len(cells.record_of(tmp_path / "bug")["attempts"]), cells.record_of(tmp_path / "bug")["result"]] == [1, "failed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("script", cells.SCRIPTS)
+def test_every_script_under_every_launcher(corpus: Path, tmp_path: Path, script: str) -> None:
+    if script == "trl_sft":
+        pytest.importorskip("trl")
+    clean = cells.run(script, "torchrun", corpus, tmp_path / "clean", fails=False, with_us=False)
+    assert clean.code == 0, clean.output
+    for launcher in cells.LAUNCHERS:
+        check(script, launcher, clean, tmp_path / launcher, corpus)
+        without = cells.run(script, launcher, corpus, tmp_path / f"{launcher}-without", fails=True, with_us=False)
+        assert without.code not in (0, None)
