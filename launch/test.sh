@@ -12,6 +12,8 @@ run() {
 }
 bin="$(dirname "$python")"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# What tests start finds our modules compiled.
+unset PYTHONDONTWRITEBYTECODE
 run "$bin/ruff" check .
 run "$bin/ruff" format --check .
 run "$bin/mypy"

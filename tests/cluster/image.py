@@ -136,6 +136,9 @@ def problem(debian: bool = True) -> str | None:
     """
     if os.geteuid() != 0:
         return "building an image in a chroot needs root"
+    allowed = subprocess.run(["unshare", "--mount", "mount", "--bind", "/usr", "/usr"], capture_output=True, text=True)
+    if allowed.returncode != 0:
+        return f"this system forbids mount namespaces: {allowed.stderr.strip()}"
     if not debian:
         return "the base takes a Python that is not the system's" if Path(sys.base_prefix) == Path("/usr") else None
     if sys.version_info[:2] != PYTHON:
