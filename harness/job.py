@@ -174,6 +174,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         if start.host_relief >= 2:
             args.data.dataloader_num_workers = 0
         engine, template = build_engine(start.engine, args, coordinator, empty, start.settings, precision, plan.max_steps)
+        if coordinator.device.type == "cuda":
+            torch.cuda.empty_cache()  # what whole blocks took before they were sharded is of no use to streams that gather them
     if coordinator.is_main_process:
         run_folder.write_facts(folder, args, engine.name, template)
         write_model_files(

@@ -60,14 +60,33 @@ class MemorySettings:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def differing(self, other: MemorySettings) -> set[str]:
+        """Names of the settings that are not the same."""
+        ours, theirs = self.to_dict(), other.to_dict()
+        return {name for name in ours if ours[name] != theirs[name]}
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> MemorySettings:
         """Reads what `to_dict` wrote.
 
         Raises:
-            TypeError: a key that is not a setting.
+            TypeError: no mapping, or a key that is not a setting.
+            ValueError: a value that the setting cannot have.
         """
-        return cls(**values)
+        settings = cls(**values)
+        choices = (
+            (_STRENGTH, settings.activation_checkpointing),
+            (_OFFLOAD_STRENGTH, settings.param_offload),
+            (_SHARDING_STRENGTH, settings.engine),
+        )
+        counts = (getattr(settings, name) for name in ("micro_batch_size", *_COUNTS.values()))
+        if (
+            any(not isinstance(word, str) or word not in known for known, word in choices)
+            or any(type(count) not in (int, type(None)) or (count or 0) < 0 for count in counts)
+            or any(type(flag) is not bool for flag in (settings.activation_offload, settings.reshard_after_forward))
+        ):
+            raise ValueError(f"impossible settings {values}")
+        return settings
 
 
 # Below this many tokens a micro-batch no longer fills a GPU's matrix units, and halving it costs more than recomputing activations.
@@ -227,6 +246,10 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
     raise KeyError("no such rung")
 
 
+def _is_estimate(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e30)
+
+
 @dataclasses.dataclass(frozen=True)
 class Rung:
     """Settings of a ladder with what they were predicted to need.
@@ -250,6 +273,8 @@ class Rung:
             TypeError: a key that is neither a setting nor an estimate.
         """
         names = ("need_bytes", "step_time_s", "host_bytes")
+        if not isinstance(values, Mapping) or any(not _is_estimate(values.get(name)) for name in names):
+            raise TypeError("no settings with estimates")
         settings = MemorySettings.from_dict({name: value for name, value in values.items() if name not in names})
         return cls(settings, **{name: values.get(name) for name in names})
 
@@ -301,6 +326,9 @@ def correction(need_bytes: float, seen: SeenMemory) -> float:
 
 # A rung is worth its step if it is predicted to need this much less than what ran out of memory.
 WORTH_A_STEP = 0.97
+# What a rung may be predicted to need of the limit where trying it costs a second. The prediction has room for CUDA's context, which an
+# allocator's limit does not count, and for what the allocator keeps, which it gives back when memory is short.
+WORTH_A_TRY = 1.15
 
 
 def next_settings(
@@ -308,6 +336,7 @@ def next_settings(
     current: MemorySettings,
     seen: SeenMemory | None = None,
     allowed: Callable[[MemorySettings], bool] = lambda settings: True,
+    in_process: Callable[[MemorySettings], bool] = lambda settings: False,
 ) -> MemorySettings | None:
     """Where to go on after `current` ran out of memory; None at the end of the ladder.
 
@@ -319,6 +348,7 @@ def next_settings(
         ladder: fastest first.
         seen: of the rank that had the least room.
         allowed: which settings may be taken now.
+        in_process: which ones are taken in a second, without a new start: they are tried also where they are predicted to fit just not.
     """
     rungs = [rung if isinstance(rung, Rung) else Rung(rung) for rung in ladder]
     now = next((rung.need_bytes for rung in rungs if rung.settings == current and rung.need_bytes is not None), None)
@@ -330,7 +360,8 @@ def next_settings(
     smaller = [rung for rung in smaller if (rung.need_bytes or 0.0) < WORTH_A_STEP * now] or smaller
     if seen is not None and seen.limit_bytes:
         factor = correction(now, seen)
-        fitting = [rung for rung in smaller if (rung.need_bytes or 0.0) * factor <= seen.limit_bytes]
+        room = {False: seen.limit_bytes, True: WORTH_A_TRY * seen.limit_bytes}
+        fitting = [rung for rung in smaller if (rung.need_bytes or 0.0) * factor <= room[in_process(rung.settings)]]
         if not fitting and smaller:
             return min(smaller, key=lambda rung: rung.need_bytes or 0.0).settings
         smaller = fitting

@@ -193,7 +193,11 @@ class Recovery:
         """
         old = self.engine.settings
         passed: set[MemorySettings] = set()
-        while (new := next_settings(self.ladder, old, self.seen, lambda settings: settings not in passed)) is not None:
+
+        def in_process(settings: MemorySettings) -> bool:
+            return old.differing(settings) <= self.engine.in_process
+
+        while (new := next_settings(self.ladder, old, self.seen, lambda settings: settings not in passed, in_process)) is not None:
             if self.engine.apply(new):
                 return describe_change(old, new)
             if self.may_relaunch:

@@ -186,6 +186,27 @@ def test_a_small_step_is_better_than_none() -> None:
     assert next_settings(close, close[0].settings, SeenMemory(limit_bytes=80 * GIB)) == close[2].settings
 
 
+@pytest.mark.parametrize(("limit_gib", "index"), [(60, 2), (53, 2), (52, 3), (36, 3), (17, 4)])
+def test_what_costs_a_second_is_tried_where_it_is_predicted_to_fit_just_not(limit_gib: float, index: int) -> None:
+    """60 GiB are tried in 53 (60 / 1.15 is 52.2); a new start is for what fits for certain."""
+    seen = SeenMemory(limit_bytes=limit_gib * GIB)
+    assert next_settings(COMPUTED, COMPUTED[1].settings, seen, in_process=lambda settings: True) == COMPUTED[index].settings
+
+
+def test_a_slower_rung_in_process_comes_before_a_new_start_only_where_it_is_faster() -> None:
+    offloaded = Rung(MemorySettings(8, param_offload="cpu"), 30 * GIB, 1.25)
+    ladder = [*COMPUTED[:3], offloaded, *COMPUTED[3:]]
+
+    def in_process(settings: MemorySettings) -> bool:
+        return settings.param_offload == "none"
+
+    seen = SeenMemory(limit_bytes=36 * GIB)
+    assert next_settings(ladder, COMPUTED[1].settings, seen, in_process=in_process) == offloaded.settings  # 1.25 s against 1.3
+    slow = [*COMPUTED, Rung(MemorySettings(8, param_offload="cpu"), 30 * GIB, 9.0)]
+    assert next_settings(slow, COMPUTED[1].settings, seen, in_process=in_process) == COMPUTED[3].settings  # 40 predicted, tried in 36
+    assert next_settings(slow, COMPUTED[1].settings, seen) == COMPUTED[4].settings
+
+
 def test_only_what_is_allowed_is_taken() -> None:
     """An engine that cannot change checkpointing goes on to the next rung that leaves it alone."""
     following = next_settings(COMPUTED, COMPUTED[0].settings, None, lambda settings: settings.activation_checkpointing != "none")

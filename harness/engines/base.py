@@ -57,6 +57,7 @@ class Engine(Protocol):
         name: "ddp", "fsdp", "zero1", "zero2", "zero3", "device_map".
         module: the model; the object to call is `wrapped`.
         settings: memory settings in force.
+        in_process: names of the settings that `apply` can change.
         optimizer, scheduler: the objects whose state a checkpoint holds.
         lora: the model's adapters; None without.
     """
@@ -64,6 +65,7 @@ class Engine(Protocol):
     name: str
     module: nn.Module
     settings: MemorySettings
+    in_process: frozenset[str]
     optimizer: Any
     lora: AttachedLora | None
 

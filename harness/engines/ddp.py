@@ -36,6 +36,8 @@ from harness.stored_state import StoredState
 class DdpEngine:
     """Data parallel over whole copies of the model; with one process, plain training."""
 
+    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload"})
+
     def __init__(self, build: Build) -> None:
         self.name = "ddp"
         self.build, self.settings, self.lora = build, build.settings, build.lora
@@ -161,9 +163,8 @@ class DdpEngine:
             yield name, parameter.detach()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload"}
-        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
-        if not changed <= reachable:
+        changed = self.settings.differing(settings)
+        if not changed <= self.in_process:
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         self.settings = settings

@@ -87,6 +87,8 @@ def fill_placed(empty: EmptyModel, device_map: Mapping[str, Device]) -> Any:
 class DeviceMapEngine:
     """Trains a model whose parts sit on several cards of this process."""
 
+    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "in_flight_micro_batches"})
+
     def __init__(self, build: Build) -> None:
         self.name = "device_map"
         self.build, self.settings, self.lora = build, build.settings, build.lora
@@ -227,9 +229,8 @@ class DeviceMapEngine:
             yield name, parameter.detach()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing", "in_flight_micro_batches"}
-        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
-        if not changed <= reachable:
+        changed = self.settings.differing(settings)
+        if not changed <= self.in_process:
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing)
         self.pipeline.recompute = settings.activation_checkpointing != "none"

@@ -95,6 +95,8 @@ def _voted(base: type, check: Callable[[], None]) -> Any:
 class FsdpEngine:
     """Parameters, gradients and optimizer state sharded over the ranks as DTensors."""
 
+    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload", "reshard_after_forward"})
+
     def __init__(self, build: Build, template: FsdpTemplate) -> None:
         self.name = "fsdp"
         self.build, self.settings, self.template, self.lora = build, build.settings, template, build.lora
@@ -240,9 +242,8 @@ class FsdpEngine:
             yield name, cast(DTensor, parameter.detach().to(self.device)).full_tensor()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload", "reshard_after_forward"}
-        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
-        if not changed <= reachable:
+        changed = self.settings.differing(settings)
+        if not changed <= self.in_process:
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         if "reshard_after_forward" in changed:

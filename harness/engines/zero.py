@@ -132,6 +132,8 @@ class FilesInMemory(TorchCheckpointEngine):
 class ZeroEngine:
     """A DeepSpeed engine behind the trainer's interface. `ds_config` is the JSON with every "auto" filled."""
 
+    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload"})
+
     def __init__(self, build: Build, ds_config: dict[str, Any]) -> None:
         self.build, self.settings, self.ds_config, self.lora = build, build.settings, ds_config, build.lora
         self.coordinator = build.coordinator
@@ -471,9 +473,8 @@ class ZeroEngine:
                 yield name, parameter.detach().clone()
 
     def apply(self, settings: MemorySettings) -> bool:
-        reachable = {"micro_batch_size", "activation_checkpointing", "activation_offload"}
-        changed = {key for key, value in settings.to_dict().items() if self.settings.to_dict()[key] != value}
-        if not changed <= reachable:
+        changed = self.settings.differing(settings)
+        if not changed <= self.in_process:
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         self.engine.set_train_micro_batch_size(settings.micro_batch_size)
