@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.file_modes import give_usual_mode
+
 MAX_SHARD_BYTES = 4 * 2**30
 
 
@@ -37,7 +39,9 @@ class _Shards:
         from safetensors.torch import save_file
 
         if self.held:
-            save_file(self.held, str(self.folder / f"part-{len(self.files)}"), metadata={"format": "pt"})
+            part = self.folder / f"part-{len(self.files)}"
+            save_file(self.held, str(part), metadata={"format": "pt"})
+            give_usual_mode(part)
             self.files.append(list(self.held))
             self.held, self.held_bytes = {}, 0
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from harness import device_map_text
 from harness.args import DeviceMapArguments, ModelArguments
 from harness.device_maps import load_model
+from harness.file_modes import give_usual_mode
 from harness.findings import Finding, UserError, format_findings, user_error
 from harness.model_files import is_inside
 from harness.model_units import block_classes, find_units
@@ -167,7 +168,9 @@ class StateWriter:
         from safetensors.torch import save_file
 
         if self._waiting:
-            save_file(self._waiting, self.folder / f"states-{self._num_files:05d}.safetensors")
+            path = self.folder / f"states-{self._num_files:05d}.safetensors"
+            save_file(self._waiting, path)
+            give_usual_mode(path)
             self._waiting, self._waiting_bytes = {}, 0
             self._num_files += 1
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.args import LoraArguments
+from harness.file_modes import give_usual_mode
 from harness.findings import Finding, UserError, user_error
 from harness.lora_targets import build_config, pattern_matches
 
@@ -394,6 +395,7 @@ def export_adapter(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     save_file(tensors, str(temporary / "adapter_model.safetensors"), metadata={"format": "pt"})
+    give_usual_mode(temporary / "adapter_model.safetensors")
     config = attached.config
     config.inference_mode = True
     config.save_pretrained(str(temporary))
@@ -433,6 +435,7 @@ def merge_adapter(adapter: Path, output: Path, base: str | None = None, dtype: t
         raise user_error("base model", f"{base} cannot be loaded: {str(error).splitlines()[0]}", "say where it is: --base_model") from None
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     merged.save_pretrained(output)
+    give_usual_mode(*output.glob("*.safetensors"))
     if any((adapter / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         AutoTokenizer.from_pretrained(str(adapter)).save_pretrained(output)
 
