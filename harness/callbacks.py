@@ -103,11 +103,12 @@ class OomRecoveryMixin:
             counters = self._counters()
             redo.before_redo = lambda: self.__dict__.update(copy.deepcopy(counters))
         count = trainer.current_gradient_accumulation_steps
+        is_mean = num_items_in_batch is None or getattr(trainer, "loss_is_scaled_for_ga", None) is False
         parent = super().training_step  # type: ignore[misc]
 
         def compute(piece: Any, share: Any) -> Tensor:
             # The Trainer divides a mean by the micro-batches of the step; a sum that is divided by the step's tokens needs no weight.
-            trainer.current_gradient_accumulation_steps = count if num_items_in_batch is not None else count / share
+            trainer.current_gradient_accumulation_steps = count / share if is_mean else count
             try:
                 return parent(model, piece, num_items_in_batch)
             finally:

@@ -84,6 +84,5 @@ def plan(settings: ForeignSettings, machine: Machine, gpu_memory: str | None) ->
         said = done.stderr.strip().splitlines()[-1:] if "done" in locals() else []
         return None, f"no plan: {said[0].strip() if said else type(error).__name__}"
     given = only["given"]
-    need = given["estimate"]["expected_bytes"] / 2**30
-    misfit = given["misfit"]
-    return found, f"plan: {settings.engine} as it is needs about {need:.1f} GiB of a card: {misfit or 'fits'}"
+    fits = f"fits, with about {given['estimate']['expected_bytes'] / 2**30:.1f} GiB of a card"
+    return found, f"plan: {settings.engine} as it is {given['misfit'] or fits}"
