@@ -100,6 +100,8 @@ def main() -> None:
             accelerator.save_state(str(args.output_dir / f"step_{done}"))
         if done >= args.max_steps:
             break
+    # gloo's threads must be done with the last collective's tensors: torch waits for them while it holds Python's lock, which they need.
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
