@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import platform
@@ -424,13 +425,32 @@ def _dry_run(args: Arguments, start: Start, trainer: Trainer, prepared: Any, loa
 
 
 def _watch_gpus(args: Arguments, coordinator: Coordinator, metrics: MetricsLog, trainer: Trainer) -> monitor.GpuMonitor | None:
-    """Samples the main process's node into metrics.jsonl, in a thread that has nothing to do with training."""
-    if not coordinator.is_main_process or coordinator.device.type != "cuda" or not args.train.gpu_monitor_interval_s:
+    """Samples cards into metrics.jsonl, in a thread that has nothing to do with training; other nodes' come with each row of training."""
+    if coordinator.device.type != "cuda" or not args.train.gpu_monitor_interval_s:
         return None
-    watcher = monitor.GpuMonitor(
-        lambda row: metrics.log(row, kind="gpu"), interval_s=args.train.gpu_monitor_interval_s, step=lambda: trainer.state.step
-    )
+    latest: monitor.LatestRow | None = None
+    if coordinator.num_processes > coordinator.num_local_processes:
+        latest = monitor.LatestRow()
+        trainer.before_row = functools.partial(_share_samples, latest, coordinator, metrics)
+    if not coordinator.is_local_main_process:
+        return None
+
+    def write(row: dict[str, Any]) -> None:
+        if coordinator.is_main_process:
+            metrics.log(row, kind="gpu")
+        elif latest is not None:
+            latest.put(row)
+
+    node = coordinator.process_index // coordinator.num_local_processes if latest is not None else None
+    watcher = monitor.GpuMonitor(write, interval_s=args.train.gpu_monitor_interval_s, node=node, step=lambda: trainer.state.step)
     return watcher if watcher.start() else None
+
+
+def _share_samples(latest: monitor.LatestRow, coordinator: Coordinator, metrics: MetricsLog) -> None:
+    """On all ranks, before a row of training: what other nodes' threads have seen since the last one goes to the main process."""
+    for row in coordinator.gather(latest.take()):
+        if row is not None:
+            metrics.log(row, kind="gpu")
 
 
 def _adapter_check(engine: Engine, coordinator: Coordinator) -> Callable[[], bool] | None:

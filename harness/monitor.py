@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.findings import UserError, user_error
-from harness.metrics import METRICS_FILE, from_json_line, to_json_line
+from harness.metrics import METRICS_FILE, own_row, to_json_line
 
 GIB = 2**30
 _EXIT_FILE = "exit.json"
@@ -330,6 +330,24 @@ class GpuMonitor:
             self._thread = None
 
 
+class LatestRow:
+    """The newest row of a monitor, for somebody who takes one now and then."""
+
+    def __init__(self) -> None:
+        self._row: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    def put(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._row = row
+
+    def take(self) -> dict[str, Any] | None:
+        """The newest row that nobody has taken; None where there is none."""
+        with self._lock:
+            row, self._row = self._row, None
+        return row
+
+
 def _short(sample: GpuSample) -> dict[str, Any]:
     row = {
         "gpu": sample.index,
@@ -341,6 +359,25 @@ def _short(sample: GpuSample) -> dict[str, Any]:
         "throttled": list(sample.throttled) or None,
     }
     return {name: value for name, value in row.items() if value is not None}
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15
+
+
+def _with_cards(row: dict[str, Any]) -> dict[str, Any]:
+    """A row whose cards, if it has any, are what they should be: a file may be torn, or changed by hand."""
+    if "gpus" not in row:
+        return row
+    cards = row["gpus"] if isinstance(row["gpus"], list) else []
+    return {
+        **row,
+        "gpus": [{**card, "throttled": _words(card.get("throttled"))} for card in cards if isinstance(card, dict) and "gpu" in card],
+    }
+
+
+def _words(value: Any) -> list[str]:
+    return list(map(str, value)) if isinstance(value, list) else []
 
 
 class RunFollower:
@@ -383,9 +420,10 @@ class RunFollower:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             with contextlib.suppress(ValueError):
-                self._take(from_json_line(line.decode("utf-8", errors="replace")))
+                self._take(own_row(line.decode("utf-8", errors="replace")))
 
     def _take(self, row: dict[str, Any]) -> None:
+        row = _with_cards(row)
         kind = row.get("kind")
         if kind == "train":
             self.train, self.summary = row, {}
@@ -408,7 +446,10 @@ class RunFollower:
         except (OSError, ValueError):
             return None
         newest = max((row.get("time_s", 0.0) for row in (self.train, *self.events[-1:])), default=0.0)
-        return ended if isinstance(ended, dict) and ended.get("time", 0.0) >= newest - 1.0 else None
+        if not isinstance(ended, dict):
+            return None
+        ended_s = ended.get("time", 0.0)
+        return ended if _is_finite(ended_s) and ended_s >= newest - 1.0 else None
 
     def eta_s(self, now: float) -> float | None:
         """Seconds until the last step, from the median of recent step times; None where they are not known or the run has ended."""
@@ -464,7 +505,8 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
     lines = [head]
     if train:
         total, mfu = train.get("max_steps"), train.get("mfu")
-        share = f" ({100 * train['step'] / total:.1f}%)" if total else ""
+        step = train.get("step")
+        share = f" ({100 * step / total:.1f}%)" if total and step is not None else ""
         figures = {
             "loss": _number(train.get("loss"), 5),
             "lr": _number(train.get("learning_rate")),
@@ -475,7 +517,7 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
             "micro-batch": f"{train.get('micro_batch_size', '-')} x {train.get('gradient_accumulation_steps', '-')}",
         }
         epoch, left = _number(train.get("epoch")), _duration(status["eta_s"])
-        lines.append(f"step {train['step']}/{total or '?'}{share}   epoch {epoch}   left {left}")
+        lines.append(f"step {_number(step)}/{total or '?'}{share}   epoch {epoch}   left {left}")
         lines.append("   ".join(f"{name} {text}" for name, text in figures.items()))
     if evaluation:
         values = "   ".join(f"{name} {_number(value, 5)}" for name, value in evaluation.items() if name.startswith("eval_"))

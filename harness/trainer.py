@@ -258,6 +258,7 @@ class Trainer:
         self.first_update = first_update
         self.snapshots: Snapshots | None = None
         self.profiler: StepProfiler | None = None
+        self.before_row: Callable[[], None] = lambda: None  # called on all ranks before a row of training is written
         self._skipped_before = 0
         self._bad_in_a_row = 0
         self._is_saved = True
@@ -323,6 +324,7 @@ class Trainer:
         first = self.train_args.logging_first_step and step == 1
         if step % self.plan.logging_steps and not first and step != self.plan.max_steps:
             return
+        self.before_row()
         num_steps = self.watch.num_steps
         figures = self.watch.read()
         skipped = self.engine.num_skipped_steps()

@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,6 +182,23 @@ def test_own_process_has_a_name(cards: FakeNvml, monkeypatch: pytest.MonkeyPatch
 
     (process,) = monitor._processes([types.SimpleNamespace(pid=os.getpid(), usedGpuMemory=None)])
     assert process.memory_gib is None and process.user and "python" in (process.command or "")
+
+
+def test_the_cards_of_other_nodes_come_with_a_row_of_training(tmp_path: Path) -> None:
+    """Two nodes of two ranks: the second node's main process has looked, the first one's writes."""
+    from harness import job
+
+    log, latest = MetricsLog(tmp_path, console=False), monitor.LatestRow()
+    latest.put({"node": 1, "gpus": [{"gpu": 0, "power_w": 100.0}]})
+    latest.put({"node": 1, "gpus": [{"gpu": 0, "power_w": 200.0}]})
+    rows: list[Any] = [None, None, latest.take(), latest.take()]
+    assert rows[3] is None  # once
+    job._share_samples(monitor.LatestRow(), SimpleNamespace(gather=lambda own: rows), log)  # type: ignore[arg-type]
+    (row,) = read_metrics(tmp_path).rows
+    assert (row["kind"], row["node"], row["gpus"]) == ("gpu", 1, [{"gpu": 0, "power_w": 200.0}])
+    follower = monitor.RunFollower(tmp_path)
+    follower.poll()
+    assert set(follower.gpus) == {1}
 
 
 def test_monitor_thread_writes_rows_and_stops(cards: FakeNvml, tmp_path: Path) -> None:

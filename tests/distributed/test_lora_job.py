@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -38,7 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(server: ForkServer, folder: Path, output: Path, num_processes: int, *more: str, life: str = "life") -> Result:
+def train(
+    server: ForkServer, folder: Path, output: Path, num_processes: int, *more: str, life: str = "life", seen: Path | None = None
+) -> Result:
     values = {
         "model_name_or_path": folder / "model",
         "train_file": folder / "data.txt",
@@ -56,7 +59,8 @@ def train(server: ForkServer, folder: Path, output: Path, num_processes: int, *m
         "rank_pattern": '{"v_proj": 2}',
     }
     arguments = [token for name, value in values.items() for token in (f"--{name}", str(value))]
-    return server.run([*arguments, *more], num_processes, output.with_name(f"{output.name}-{life}"))
+    environment = {"HARNESS_TEST_FROZEN": str(seen)} if seen else {}
+    return server.run([*arguments, *more], num_processes, output.with_name(f"{output.name}-{life}"), environment=environment)
 
 
 def adapter(output: Path) -> dict[str, Any]:
@@ -87,8 +91,10 @@ RESUMED = {"fsdp", "zero3"}  # DDP's checkpoints are made as FSDP's, ZeRO-2's as
 def test_every_engine_trains_the_same_adapters(engine: str, server: ForkServer, folder: Path, reference: Result, tmp_path: Path) -> None:
     import torch
 
-    result = train(server, folder, tmp_path / "out", 2, *ENGINES[engine])
+    result = train(server, folder, tmp_path / "out", 2, *ENGINES[engine], seen=tmp_path / "frozen.json")
     assert result.returncode == 0, result.stdout
+    frozen = json.loads((tmp_path / "frozen.json").read_text())
+    assert len(frozen["before"]) == 21 and frozen["after"] == frozen["before"]  # to the bit: 14 under adapters, 5 norms, embedding, head
     assert result.losses == pytest.approx(reference.losses, rel=1e-4)
     mine, theirs = adapter(tmp_path / "out"), adapter(folder / "one")
     assert mine.keys() == theirs.keys()

@@ -121,6 +121,10 @@ def _run_clm(arguments: list[str]) -> int:
         from tests.distributed import oom_worker
 
         oom_worker.install(oom_worker.Injector(wanted))
+    if seen := os.environ.get("HARNESS_TEST_FROZEN"):
+        from tests import frozen
+
+        frozen.install(seen)
     if fault := os.environ.get("HARNESS_TEST_FAULT"):
         from tests.faults import inject
 
