@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
+from tests.faults import forked_script
 from tests.faults.fork_ranks import ForkServer
 from tests.launching import ROOT, Kind, Result, run_launcher
 
@@ -201,15 +202,23 @@ CASES: dict[str, tuple[Kind | Literal["fork"], int, int, str, list[str], dict[st
 
 # What other cases cover too is left to the long form.
 LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2")
+# Each launcher starts the script itself once; with its other templates, in the short form, one whose training processes are forked.
+WHOLE = ("python", "torchrun-ddp", "accelerate-full_shard", "deepspeed-zero3", "deepspeed-module")
+FORMS = [
+    *((name, CASES[name][0] != "fork" and name not in WHOLE) for name in CASES if name not in LONG),
+    *(pytest.param(name, False, marks=pytest.mark.slow) for name in CASES if CASES[name][0] != "fork" and name not in WHOLE),
+]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONG else []) for name in CASES])
+@pytest.mark.parametrize(("name", "forked"), FORMS)
 def test_every_launcher_and_template_trains_like_the_trainer(
-    name: str, server: ForkServer, reference: dict[str, Any], tmp_path: Path
+    name: str, forked: bool, server: ForkServer, reference: dict[str, Any], tmp_path: Path
 ) -> None:
     kind, num_processes, micro, engine, more, options = CASES[name]
     output = tmp_path / "out"
     command = arguments(reference, output, num_processes, micro, *more)
+    if forked:
+        options = options | {"script": Path(forked_script.__file__), "extra_env": {forked_script.SERVER_VARIABLE: server.address}}
     if kind == "fork":
         result = server.run(command, num_processes, tmp_path / "life")
     else:
