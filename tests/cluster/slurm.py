@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from harness.processes import processes_with, send
 from launch.machine import free_port
 from tests.launching import launch_environment
 
@@ -107,6 +108,8 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        # Steps that their daemon did not end.
+        send(processes_with("SLURM_CONF", self.environ["SLURM_CONF"]), signal.SIGKILL)
 
     def start_node(self, node: str) -> None:
         self._start(node, "slurmd", "-D", "-N", node)
