@@ -326,7 +326,8 @@ def _fsdp_findings(config: Mapping[str, Any], num_processes: int | None, model_t
         assert template is not None
         yield from template.notes
         if is_number(total) and total >= 1:
-            template.group_sizes(int(total), int(total) // int(config.get("num_machines") or 1))
+            machines = config.get("num_machines")
+            template.group_sizes(int(total), max(1, int(total) // (int(machines) if is_number(machines) and machines >= 1 else 1)))
     except UserError as error:
         yield from error.findings
     version = str(fsdp.get("version", 1))

@@ -21,6 +21,7 @@ from harness.findings import Finding
 from harness.machine import GIB, Machine
 from harness.model_files import impossible_sizes, names_a_path
 from harness.node_facts import num_local_processes
+from harness.user_files import parse_json
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -77,7 +78,7 @@ def model_facts(args: Arguments) -> ModelFacts:
         return ModelFacts()
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = parse_json(file.read_text(encoding="utf-8"))
     except OSError:
         return ModelFacts(problems=(Finding("error", key, f"{source} has no config.json", "the folder that save_pretrained wrote"),))
     except ValueError as error:
@@ -96,8 +97,8 @@ def _weights(folder: Path, config: Mapping[str, Any], key: str) -> tuple[int | N
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     for index in folder.glob("*.index.json"):
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError):
+            names = sorted({str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None, (Finding("error", key, f"{index} is damaged", "copy the model again"),)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:

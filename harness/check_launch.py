@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.build_locks import extensions_folder, is_abandoned, is_held, owner_of
 from harness.findings import Finding, UserError, user_error
 from harness.machine import Machine
+from harness.user_files import read_user_text
 
 # Launcher options that take no value, and short names of options; everything else before the script takes one value.
 _SWITCHES = {
@@ -177,11 +178,7 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
     Raises:
         UserError: not there (DeepSpeed would go on with this machine alone), a line that is not understood, a host twice, no host.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        message = f"cannot read {path}: {error.strerror}"
-        raise user_error("--hostfile", message, "a file that was asked for must exist; leave --hostfile out for one machine") from None
+    lines = read_user_text(path, "--hostfile", "a file that was asked for must exist; leave --hostfile out for one machine").splitlines()
     problems: list[Finding] = []
     hosts: dict[str, int] = {}
     for number, raw in enumerate(lines, start=1):

@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.user_files import parse_json
+
 MANIFEST, COMPLETE, STATE_FILE, ENGINE_FOLDER, MODEL_FOLDER = "manifest.json", "COMPLETE", "trainer_state.json", "state", "model"
 _NAME = re.compile(r"checkpoint-(\d+)$")
 _MARKS = ".marks"
@@ -168,7 +170,7 @@ def problem_of(folder: Path, index: int = 0, count: int = 1) -> str | None:
     if not (folder / COMPLETE).exists():
         return "not complete (it was still being written when the job ended)"
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return "its manifest cannot be read"
     if not isinstance(manifest, dict) or not all(

@@ -24,11 +24,13 @@ import json
 import lzma
 import os
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.findings import Finding, UserError, user_error
+from harness.user_files import json_problem, parse_json
 
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".py"}
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
@@ -105,7 +107,11 @@ def _split_folder(folder: Path, key: str) -> Path | Finding:
     """Of a folder with several splits the one that is meant; a folder of one dataset as it is."""
     if not (folder / _SAVED_SPLITS).is_file():
         return folder
-    splits = json.loads((folder / _SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]
+    try:
+        splits = [str(name) for name in parse_json((folder / _SAVED_SPLITS).read_text(encoding="utf-8"))["splits"]]
+        splits[0]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return Finding("error", key, f"{folder / _SAVED_SPLITS} names no splits", "save_to_disk it again, or give the folder of one split")
     wanted = _SPLITS.get(key, ("train",))
     split = splits[0] if len(splits) == 1 else next((name for name in wanted if name in splits), None)
     if split is None:
@@ -249,7 +255,7 @@ class FileReader:
                 self.skipped.setdefault("source files whose encoding cannot be read", []).append(str(file.path))
                 return
             raise self._not_decodable(file, error) from None
-        except (OSError, EOFError, lzma.LZMAError) as error:
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise user_error(self.key, f"cannot read {file.path}: {error}") from None
 
     def _leave_out(self, file: SourceFile) -> None:
@@ -259,7 +265,10 @@ class FileReader:
 
     def _not_decodable(self, file: SourceFile, error: UnicodeDecodeError) -> UserError:
         encoding = error.encoding
-        offset, line, byte = locate_bad_byte(file.path, encoding)
+        try:
+            offset, line, byte = locate_bad_byte(file.path, encoding)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error) as damage:  # further on in the same file
+            return user_error(self.key, f"cannot read {file.path}: {damage}")
         with open_bytes(file.path) as stream:
             start = stream.read(2)
         likely = "this one begins like utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "for example latin-1"
@@ -363,8 +372,8 @@ class FileReader:
         with self._open_text(file) as stream:
             first_line = stream.readline()
             try:
-                json.loads(first_line)
-            except json.JSONDecodeError:
+                parse_json(first_line)
+            except ValueError:
                 lines = False
             else:
                 lines = bool(stream.readline().strip())
@@ -408,18 +417,28 @@ class FileReader:
             values = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
             for number, row in enumerate(itertools.islice(values, skip - begin, None), skip + 1):
                 yield Row(row, f"{file.path}, row {number}")
-        except pyarrow.ArrowInvalid as error:
-            raise user_error(self.key, f"{file.path} is not a parquet file: {error}") from None
+        except Exception as error:  # what pyarrow says of a damaged file has many types
+            raise user_error(self.key, f"{file.path} is not a parquet file: {_first_line(error)}") from None
 
     def _arrow(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         import datasets
 
-        yield from dataset_rows(datasets.Dataset.from_file(str(file.path)), str(file.path), skip)
+        try:
+            yield from dataset_rows(datasets.Dataset.from_file(str(file.path)), str(file.path), skip)
+        except Exception as error:  # as for parquet
+            raise user_error(self.key, f"{file.path} is not an arrow file: {_first_line(error)}") from None
 
     def _saved(self, folder: Path, skip: int) -> Iterator[Row]:
         import datasets
 
-        yield from dataset_rows(datasets.load_from_disk(str(folder)), str(folder), skip)
+        try:
+            yield from dataset_rows(datasets.load_from_disk(str(folder)), str(folder), skip)
+        except Exception as error:  # as for parquet
+            raise user_error(self.key, f"{folder} cannot be read: {_first_line(error)}", "save_to_disk it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:
@@ -436,14 +455,14 @@ def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:
 
 def _parse_json(text: str, where: str, key: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except json.JSONDecodeError as error:
         place = f"{where}: " if "line" in where else f"{where}, line {error.lineno}: "
         raise user_error(
             key, f"{place}not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}", "one complete JSON object per line"
         ) from None
-    except RecursionError:
-        raise user_error(key, f"{where}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise user_error(key, f"{where}: not valid JSON: {json_problem(error)}") from None
 
 
 def segments(stream: io.TextIOBase, size: int) -> Iterator[str]:

@@ -5,7 +5,6 @@ Key names are DeepSpeed's (https://www.deepspeed.ai/docs/config-json/, checked a
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from harness.findings import Finding, UserError, user_error
+from harness.user_files import json_problem, parse_json, read_user_text
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Where "auto" is a value DeepSpeed itself understands.
@@ -29,12 +29,7 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
     text, name = str(path), "the JSON text"
     if not text.lstrip().startswith("{"):
         name = text
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise user_error("--deepspeed", f"cannot read {path}: {error.strerror}", "give the path of an existing JSON file") from None
-        except UnicodeDecodeError as error:
-            raise user_error("--deepspeed", f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
+        text = read_user_text(path, "--deepspeed", "give the path of an existing JSON file")
     duplicates: list[str] = []
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -46,10 +41,10 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
         return seen
 
     try:
-        values = json.loads(text, object_pairs_hook=no_duplicates)
-    except json.JSONDecodeError as error:
+        values = parse_json(text, object_pairs_hook=no_duplicates)
+    except ValueError as error:
         fix = "JSON has no comments, no trailing commas and double quotes only"
-        raise user_error("--deepspeed", f"{name} line {error.lineno} column {error.colno}: {error.msg}", fix) from None
+        raise user_error("--deepspeed", f"{name} {json_problem(error)}", fix) from None
     if duplicates:
         raise UserError(
             Finding("error", key, f"stands twice in {name}{_lines_of_duplicates(text, key)}", "keep one")
@@ -119,9 +114,10 @@ def decides(config: Mapping[str, Any], path: str) -> bool:
 
 
 def is_number(value: Any, length: int = 1) -> TypeGuard[Any]:
+    """A number that can be computed with (JSON files hold NaN and Infinity too, and integers beyond all floats); or so many of them."""
     if length > 1:
         return isinstance(value, (list, tuple)) and len(value) == length and all(is_number(item) for item in value)
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def is_equal(first: Any, second: Any) -> bool:

@@ -6,11 +6,11 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from harness.findings import Finding, UserError, user_error
 from harness.partition import OFF_CARD, Device, parse_size
+from harness.user_files import parse_json, read_user_text
 
 DEVICE_MAPS: tuple[str, ...] = ("auto", "balanced", "balanced_low_0", "sequential", "dynamic", "cpu")
 
@@ -77,14 +77,12 @@ def read_device_map(text: str) -> dict[str, Any]:
     """
     key = "--device_map"
     if not text.startswith("{"):
-        try:
-            text = Path(text).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise user_error(key, f"cannot read {text}: {error.strerror}", "give the path of an existing JSON file") from None
+        text = read_user_text(text, key, "give the path of an existing JSON file")
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise user_error(key, f"is not JSON: {error.msg} at character {error.pos}", 'quote it: \'{"model": 0, "lm_head": 1}\'') from None
+        values = parse_json(text)
+    except ValueError as error:
+        where = f"{error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise user_error(key, f"is not JSON: {where}", 'quote it: \'{"model": 0, "lm_head": 1}\'') from None
     if not isinstance(values, dict) or not values:
         raise user_error(key, "must be a JSON object of modules and devices", 'write \'{"model": 0, "lm_head": 1}\'')
     wrong = {name: value for name, value in values.items() if isinstance(value, bool) or not isinstance(value, (int, str))}

@@ -38,6 +38,7 @@ from harness.model_units import block_classes, find_units
 from harness.modeling import load_config
 from harness.partition import Device
 from harness.placement import free_memory, get_model_input_device, meta_model, torch_device
+from harness.user_files import parse_json, read_user_text
 
 log = logging.getLogger("harness")
 
@@ -192,19 +193,24 @@ class StateFolder:
 
     def __init__(self, folder: Path, flag: str) -> None:
         self.folder = folder
+        self.flag = flag
         try:
-            self.manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+            self.manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+            self.files: dict[str, str] = {str(entry["key"]): str(entry["file"]) for entry in self.manifest["states"]}
+        except (OSError, ValueError, TypeError, KeyError):
             raise user_error(flag, f"{folder} holds no {MANIFEST}", "give the output folder of a finished run") from None
-        self.files: dict[str, str] = {entry["key"]: entry["file"] for entry in self.manifest["states"]}
         if outside := [name for name in self.files.values() if not is_inside(name)]:
             raise user_error(flag, f"{folder / MANIFEST} names {outside[0]}, outside the folder", "give the output of a finished run")
 
     def get(self, key: str) -> Tensor:
         from safetensors import safe_open
 
-        with safe_open(str(self.folder / self.files[key]), framework="pt") as handle:
-            return handle.get_tensor(key)
+        path = self.folder / self.files[key]
+        try:
+            with safe_open(str(path), framework="pt") as handle:
+                return handle.get_tensor(key)
+        except Exception as error:  # safetensors' errors have no common kind
+            raise user_error(self.flag, f"{path} cannot be read: {str(error).splitlines()[0]}", "make the states again") from None
 
 
 def compare(one: StateFolder, other: StateFolder) -> list[dict[str, Any]]:
@@ -248,10 +254,7 @@ def read_prompts(path: str | None) -> list[str]:
     """
     if path is None:
         return [DEFAULT_PROMPT]
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise user_error("--prompts", f"cannot read {path}: {error}", "give a UTF-8 text file, one prompt a line") from None
+    text = read_user_text(path, "--prompts", "give a UTF-8 text file, one prompt a line")
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise user_error("--prompts", f"{path} has no text", "write one prompt a line")

@@ -11,14 +11,14 @@ Pure text work: no torch, no files.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
-from harness.metrics import KINDS, from_json_line, parse_console
+from harness.metrics import KINDS, from_json_line, is_own_row, parse_console
+from harness.user_files import parse_json
 
 Row = dict[str, Any]
 
@@ -98,7 +98,8 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _BAR = re.compile(
-    r"(?P<desc>[^|]*?)\s*(?P<percent>\d{1,3})%\|[^|]*\|\s*(?P<n>\d+)/(?P<total>\d+)\s*\[(?P<inner>[^\]]*)\]",
+    # Not with the description before it, which would be looked for from every place of a line without a bar.
+    r"\s*(?P<percent>\d{1,3})%\|[^|]{0,400}\|\s*(?P<n>\d{1,15})/(?P<total>\d{1,15})\s*\[(?P<inner>[^\]]{0,400})\]",
 )
 _DICT = re.compile(r"\{\s*'[^{}]*\}")
 _DICT_ITEM = re.compile(rf"'(?P<name>[^']+)':\s*(?:tensor\(|np\.float\d+\()?'?(?P<value>{_NUMBER})'?", re.IGNORECASE)
@@ -269,12 +270,10 @@ class LogReader:
         text = self._prefix(text)
         last_end = 0
         for match in _BAR.finditer(text):
+            described = text[last_end : match.start()].strip()
             last_end = match.end()
-            described = match["desc"].strip()
-            if described and not self._bar(match):
+            if not self._bar(match, described) and described:
                 self._message(described)
-            elif not described:
-                self._bar(match)
         rest = text[last_end:]
         if rest.strip():
             self._message(rest)
@@ -292,9 +291,9 @@ class LogReader:
 
     # ---- progress bars
 
-    def _bar(self, match: re.Match[str]) -> bool:
+    def _bar(self, match: re.Match[str], desc: str) -> bool:
         """A bar that counts training or evaluation steps; False: its description is not one of a training bar."""
-        desc, inner = match["desc"].strip(), match["inner"]
+        inner = match["inner"]
         if desc and not re.search(r"epoch|step|train|iter|batch", desc, re.IGNORECASE):
             return False
         if desc and len(desc) > 60:
@@ -399,7 +398,9 @@ class LogReader:
         except ValueError:
             return False
         kind = row.pop("kind", None)
-        if kind in KINDS:
+        if isinstance(kind, str) and kind in KINDS:
+            if not is_own_row(row):
+                return False
             if kind == "event":
                 self.events.append(row)
             elif kind != "gpu":
@@ -582,11 +583,11 @@ def read_state_file(text: str) -> list[Row]:
     Raises:
         ValueError: not such a file.
     """
-    state = json.loads(text)
+    state = parse_json(text)
     if not isinstance(state, dict) or not isinstance(state.get("log_history"), list):
         raise ValueError("has no log_history")
     reader = LogReader()
-    for row in state["log_history"]:
+    for row in filter(lambda row: isinstance(row, dict), state["log_history"]):
         reader.add_named("trainer_state", row)
     return reader.records
 

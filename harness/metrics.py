@@ -33,6 +33,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from harness.user_files import parse_json
+
 Kind = Literal["train", "eval", "event", "gpu", "summary"]
 KINDS: tuple[str, ...] = ("train", "eval", "event", "gpu", "summary")
 METRICS_FILE = "metrics.jsonl"
@@ -157,12 +159,34 @@ def from_json_line(line: str) -> dict[str, Any]:
     Raises:
         ValueError: not a JSON object.
     """
-    row = json.loads(line)
+    row = parse_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a metrics line is a JSON object, not {line[:80]!r}")
     odd = row.pop("nonfinite", None)
     if isinstance(odd, dict):
-        row.update({name: float(text) for name, text in odd.items()})
+        row.update({name: float(str(text)) for name, text in odd.items()})
+    return row
+
+
+# What readers of a metrics file compute with.
+_COMPUTED = ("step", "max_steps", "rank", "node", "time_s", "life_began_s", "lost_steps", "step_time_s", "mfu")
+
+
+def is_own_row(row: Mapping[str, Any]) -> bool:
+    """Whether a row can be one of ours: what is computed with is a number. A file may be torn, or changed by hand."""
+    values = (row.get(name) for name in _COMPUTED)
+    return all(value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15) for value in values)
+
+
+def own_row(line: str) -> dict[str, Any]:
+    """A line of a metrics file of ours.
+
+    Raises:
+        ValueError: none of ours.
+    """
+    row = from_json_line(line)
+    if not is_own_row(row):
+        raise ValueError("what is computed with is no number")
     return row
 
 
@@ -188,7 +212,7 @@ def _format_value(name: str, value: Any) -> str:
 
 def _parse_value(text: str) -> Any:
     try:
-        return json.loads(text)  # also reads NaN and Infinity
+        return parse_json(text)  # also reads NaN and Infinity
     except ValueError:
         pass
     try:
@@ -232,11 +256,9 @@ def parse_console(line: str) -> dict[str, Any] | None:
         if name == "step" and "/" in text:
             text, _, total = text.partition("/")
             row["max_steps"] = _parse_value(total)
-        if name == "mfu" and text.endswith("%"):
-            row[name] = round(float(text[:-1]) / 100, 12)
-        else:
-            row[name] = _parse_value(text)
-    return row
+        value = _parse_value(text.removesuffix("%")) if name == "mfu" and text.endswith("%") else None
+        row[name] = round(value / 100, 12) if isinstance(value, (int, float)) and not isinstance(value, bool) else _parse_value(text)
+    return row if is_own_row(row) else None
 
 
 @dataclasses.dataclass
@@ -276,7 +298,7 @@ def read_metrics(path: str | Path, keep_superseded: bool = False) -> MetricsFile
         if not line.strip():
             continue
         try:
-            rows.append(from_json_line(line))
+            rows.append(own_row(line))
         except ValueError:
             num_bad_lines += 1
     superseded = superseded_indices(rows)
@@ -296,7 +318,7 @@ def last_train_step(path: str | Path) -> int:
         return 0
     for line in reversed(lines):
         try:
-            row = from_json_line(line)
+            row = own_row(line)
         except ValueError:  # empty, or cut off
             continue
         if row.get("kind") == "train" and isinstance(row.get("step"), int):

@@ -119,13 +119,31 @@ def _source(args: DataArguments, where: str, entry: Any, bad: Any) -> MixSource 
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
         bad(where, f"weight must be a positive number, not {weight!r}")
         return None
-    given = {key: value for key, value in entry.items() if key in _FIELDS}
+    given = {key: value for key, value in entry.items() if key in _FIELDS and value is not None}
+    wrong = [key for key, value in given.items() if not _is_of_kind(key, value)]
+    for key in wrong:
+        bad(where, f"{key} cannot be {given[key]!r}")
+    if wrong:
+        return None
     for key in _LISTS:
         if key in given and not isinstance(given[key], list):
             given[key] = [str(given[key])]
     files = given.get("train_file") or [given.get("dataset_name")]
     cleared: dict[str, Any] = {"train_file": [], "validation_file": [], "dataset_name": None, "dataset_mix": None}
     return MixSource(str(entry.get("name") or Path(str(files[0])).stem), float(weight), dataclasses.replace(args, **{**cleared, **given}))
+
+
+def _is_of_kind(key: str, value: Any) -> bool:
+    """Whether a value can be that of a flag of the same name."""
+    if key in _LISTS and isinstance(value, list):
+        return bool(value) and all(isinstance(item, str) and item and "\0" not in item for item in value)
+    if key.startswith("max_"):
+        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if key == "train_on_prompt":
+        return isinstance(value, bool)
+    if key == "text_mode":
+        return value in ("line", "document")
+    return isinstance(value, str) and bool(value) and "\0" not in value
 
 
 class Concatenation:

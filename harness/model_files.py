@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.findings import Finding
+from harness.user_files import parse_json
 
 _MAX_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
 _POINTER = b"version https://git-lfs"
@@ -70,7 +71,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, Finding | None]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None, Finding("error", str(path), "is missing", "download the model again")
     except (OSError, ValueError) as error:
@@ -132,7 +133,7 @@ def _weight_files(folder: Path) -> tuple[list[str], list[Finding], list[str]]:
         index, problem = _read_json(index_path)
         if index is None or not isinstance(index.get("weight_map"), dict):
             return [], [problem or Finding("error", str(index_path), "has no weight_map", "download the model again")], []
-        names = sorted(set(index["weight_map"].values()))
+        names = sorted({str(name) for name in index["weight_map"].values()})
         if outside := [name for name in names if not is_inside(name)]:
             return [], [Finding("error", str(index_path), f"names {outside[0]}, outside the folder", "download the model again")], []
         return names, [], list(index["weight_map"])
@@ -182,7 +183,7 @@ def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
 
     for key in _SIZES:
         value = value_of(key)
-        if isinstance(value, str) or (isinstance(value, (int, float)) and (value < 1 or value != int(value))):
+        if isinstance(value, str) or (isinstance(value, (int, float)) and not (1 <= value < 2**63 and value == int(value))):
             bad(key, f"must be a positive whole number, not {value!r}")
     hidden, heads, groups = (value_of(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if findings or not isinstance(heads, int):

@@ -27,6 +27,7 @@ from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
 from harness.model_files import impossible_sizes, is_inside, names_a_path
+from harness.user_files import parse_json
 
 log = logging.getLogger("harness")
 
@@ -326,7 +327,10 @@ class SafetensorsFolder:
         self.where: dict[str, Any] = {}
         index = folder / "model.safetensors.index.json"
         if index.exists():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            try:
+                files = sorted({str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                raise user_error("--model_name_or_path", f"{index} is damaged", "download the model again") from None
         else:
             files = sorted(path.name for path in folder.glob("*.safetensors"))
         for name in files:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from harness import rank_hook
 from harness.checkpoint_files import write_json
 from harness.ladder import MemorySettings, Rung
 from harness.rank_hook import size_in
+from harness.user_files import parse_json
 
 LADDER_FILE = "ladder.json"
 
@@ -60,7 +60,7 @@ def _other_processes(device: torch.device) -> list[str]:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        content = json.loads((folder / LADDER_FILE).read_text(encoding="utf-8"))
+        content = parse_json((folder / LADDER_FILE).read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
     except (OSError, ValueError):
         return {}
@@ -94,14 +94,16 @@ def steps_down_so_far(folder: Path, num_processes: int) -> list[dict[str, Any]]:
     """The steps down of the lives before this one, oldest first."""
     content = _content(folder)
     steps = content.get("steps_down", [])
-    return list(steps) if content.get("num_processes") == num_processes and isinstance(steps, list) else []
+    if content.get("num_processes") != num_processes or not isinstance(steps, list):
+        return []
+    return [step for step in steps if isinstance(step, dict) and "change" in step]
 
 
 def host_relief_so_far(folder: Path, num_processes: int) -> int:
     """How many steps the run has taken because the host's memory ran out."""
     content = _content(folder)
     relief = content.get("host_relief", 0)
-    return int(relief) if content.get("num_processes") == num_processes and isinstance(relief, int) else 0
+    return max(0, int(relief)) if content.get("num_processes") == num_processes and isinstance(relief, int) else 0
 
 
 def write_ladder(

@@ -12,6 +12,7 @@ the lowest rank's are kept and the difference is said.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import io
@@ -150,7 +151,7 @@ def _read(path: Path) -> LogReader:
 def _parse_file(path: Path) -> RunLog:
     if path.name == "trainer_state.json":
         try:
-            return RunLog(str(path), records=read_state_file(path.read_text(encoding="utf-8")))
+            return RunLog(str(path), records=read_state_file(path.read_text(encoding="utf-8", errors="replace")))
         except ValueError as error:
             raise user_error(str(path), f"is not a trainer state: {error}") from None
     if path.suffix == ".jsonl" or path.name == METRICS_FILE:
@@ -171,7 +172,10 @@ def _parse_folder(folder: Path) -> RunLog:
         return dataclasses.replace(own, name=str(folder))
     if not run.records:
         # Each checkpoint repeats the history so far: the longest one is the run's.
-        histories = [read_state_file(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("trainer_state.json"))]
+        histories = []
+        for file in sorted(folder.rglob("trainer_state.json")):
+            with contextlib.suppress(ValueError):  # a damaged one; the others say the same
+                histories.append(read_state_file(file.read_text(encoding="utf-8", errors="replace")))
         run.records = max(histories, key=len, default=[])
     return run
 
@@ -192,7 +196,7 @@ def _from_metrics(path: Path) -> RunLog:
 def _from_csv(path: Path) -> list[Row]:
     """Rows of a CSV with a header, as Lightning's CSV logger writes it."""
     reader = LogReader(str(path))
-    with open(path, encoding="utf-8-sig", newline="") as file:
+    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
         for row in csv.DictReader(file):
             reader.add_named("csv", {name: value for name, value in row.items() if name and value})
     return reader.records

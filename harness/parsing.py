@@ -20,12 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from harness import hf_names
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import resolve
 from harness.findings import Finding, UserError, user_error
+from harness.user_files import parse_yaml, read_user_text
 
 # What a wrong value should have been, by the function that reads it.
 _KINDS = {"int": "a whole number", "whole_number": "a whole number", "float": "a number", "string_to_bool": "true or false"}
@@ -137,18 +136,11 @@ def read_yaml(path: str | Path, key: str = "--config") -> dict[str, Any]:
     Raises:
         UserError: not there, not readable, not YAML, or not a mapping.
     """
+    text = read_user_text(path, key, "give the path of an existing YAML file")
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise user_error(key, f"cannot read {path}: {error.strerror}", "give the path of an existing YAML file") from None
-    except UnicodeDecodeError as error:
-        raise user_error(key, f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise user_error(key, f"{path}{where} is not valid YAML: {getattr(error, 'problem', error)}") from None
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise user_error(key, f"{path} is not valid YAML: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

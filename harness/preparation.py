@@ -21,6 +21,7 @@ from harness.data_sources import Row
 from harness.findings import Finding, UserError, user_error
 from harness.source_specs import HubSource, Source, SourceSpec, default_cache_dir, digest, tokenizer_fingerprint
 from harness.token_store import TokenizedDataset, TokenStore
+from harness.user_files import read_user_text
 
 DEFAULT_BLOCK_SIZE = 4096
 """Most tokens per sample unless the user says otherwise: long contexts of today's models would not fit by default."""
@@ -151,10 +152,7 @@ def read_chat_template(value: str) -> str:
     """
     if "{" in value:
         return value
-    try:
-        return Path(value).expanduser().read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise user_error("--chat_template", f"cannot read {value}: {error}", "give a file, or the template's text") from None
+    return read_user_text(Path(value).expanduser(), "--chat_template", "give a file, or the template's text")
 
 
 @dataclasses.dataclass

@@ -17,6 +17,7 @@ from typing import Any
 from harness import guard_line
 from harness.args import Arguments
 from harness.findings import Finding, UserError, user_error
+from harness.user_files import parse_json
 
 FINISHED, FAILED, WRONG_INPUT, PREEMPTED = 0, 1, 2, 75
 
@@ -192,8 +193,10 @@ def _move_aside(folder: Path) -> list[Finding]:
 
 def _differences(config: Path, args: Arguments) -> list[str]:
     try:
-        earlier = json.loads(config.read_text(encoding="utf-8"))
+        earlier = parse_json(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        earlier = None
+    if not isinstance(earlier, dict):
         return [f"{config.name} cannot be read"]
     now = json.loads(json.dumps(args.to_dict()))
     return [

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import logging
 import re
 import warnings
@@ -18,6 +17,9 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from harness.findings import user_error
+from harness.user_files import parse_json
 
 log = logging.getLogger("harness")
 
@@ -169,9 +171,32 @@ class ZeroWeights:
 def is_trainer_checkpoint(folder: Path) -> bool:
     """True for a checkpoint folder of transformers' Trainer."""
     try:
-        return "global_step" in json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        content = parse_json((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        return isinstance(content, dict) and "global_step" in content
     except (OSError, ValueError):
         return False
+
+
+def trainer_facts(folder: Path) -> dict[str, Any]:
+    """The trainer_state.json of a checkpoint of transformers' Trainer, as far as it is read here, with its numbers checked.
+
+    Raises:
+        UserError: it cannot be read, or holds other things than numbers.
+    """
+    path = folder / "trainer_state.json"
+    try:
+        facts = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise user_error("--resume_from_checkpoint", f"{path} cannot be read: {error}", "give another checkpoint") from None
+    names = ("global_step", "epoch", "max_steps", "num_input_tokens_seen")
+    for name in names:
+        value = facts.get(name)
+        wanted = (int, float) if name == "epoch" else int
+        if value is None and name != "global_step":
+            continue
+        if isinstance(value, bool) or not isinstance(value, wanted) or not -1 <= value < 2**62:
+            raise user_error("--resume_from_checkpoint", f"{path}: {name} is {value!r}, no such number", "give another checkpoint")
+    return {**{name: facts.get(name) for name in names}, "best_metric": facts.get("best_metric")}
 
 
 class TrainerState:
@@ -190,7 +215,7 @@ class TrainerState:
         """
         from safetensors import safe_open
 
-        self.facts = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        self.facts = trainer_facts(folder)
         self.where: dict[str, Any] = {}
         for path in sorted(folder.glob("model*.safetensors")):
             handle = safe_open(str(path), framework="pt", device="cpu")

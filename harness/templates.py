@@ -528,6 +528,9 @@ def _is_true(environ: Mapping[str, str], variable: str) -> bool:
 def _number_of(environ: Mapping[str, str], variable: str, default: float) -> float:
     text = environ.get(variable, str(default))
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise user_error(variable.removeprefix("ACCELERATE_").lower(), f"{text} is not a number", "mend accelerate's YAML") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise user_error(variable.removeprefix("ACCELERATE_").lower(), f"{text} is not a number", "mend accelerate's YAML")
+    return number

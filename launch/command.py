@@ -264,6 +264,8 @@ class _Builder:
                 self.plan.unset.append("MASTER_PORT")
             if port := options.master_port or in_config:
                 key = "--master_port" if options.master_port else "main_process_port"
+                if not 0 < port < 65536:
+                    raise LaunchError(f"{key} {port}: is no port; leave it out to get a free one")
                 if not machine.port_is_free(port):
                     raise LaunchError(f"{key} {port}: the port is in use on this machine; leave it out to get a free one")
                 return options.master_addr or "127.0.0.1", port

@@ -184,7 +184,7 @@ def final_code(plan: Plan, ended: processes.Ended, exit_before: bytes, told: byt
         try:
             report = json.loads(raw)
             code, reason = int(report["code"]), str(report.get("reason", ""))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return ended.code or 1, f"the run's {EXIT_FILE} cannot be read; the launcher ended with {ended.code}"
         differs = "" if ended.code == code else f" (the launcher ended with {ended.code})"
         return code, f"exit code {code}{': ' + reason if reason else ''}{differs}" if code or differs else ""

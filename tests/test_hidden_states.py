@@ -238,5 +238,5 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes("\ufeffone\n\n  \ntwo ä\n".encode())
     assert read_prompts(str(tmp_path / "p.txt")) == ["one", "two ä"]
     (tmp_path / "p.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="is not UTF-8"):
         read_prompts(str(tmp_path / "p.txt"))

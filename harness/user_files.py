@@ -1,0 +1,85 @@
+"""Files that a user hands us, as text, JSON or YAML: whatever is in them, the outcome is a value or one kind of error.
+
+The libraries have several: besides their own, a number of more than 4300 digits is a ValueError, brackets within brackets are a
+RecursionError, and PyYAML's constructors let through what Python says about a date like 2001-99-99.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.findings import user_error
+
+# Values of a YAML file with all aliases written out; more is no file that a person wrote, and would fill the memory.
+MAX_YAML_VALUES = 100_000
+
+
+def read_user_text(path: str | Path, key: str, fix: str = "give the path of an existing file") -> str:
+    """A text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        UserError: not there, not readable, or not UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise user_error(key, f"cannot read {path}: {error.strerror}", fix) from None
+    except UnicodeDecodeError as error:
+        raise user_error(key, f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
+    except ValueError as error:  # a null character in the name
+        raise user_error(key, f"cannot read {str(path)!r}: {error}", fix) from None
+
+
+def parse_json(text: str, **options: Any) -> Any:
+    """`json.loads`, whose every failure is a ValueError.
+
+    Raises:
+        ValueError: of json's own kind where it says a place.
+    """
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def json_problem(error: ValueError) -> str:
+    """What `parse_json` found wrong, with the place where it is known."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {error.lineno} column {error.colno}: {error.msg}"
+    return str(error).split(";")[0]
+
+
+def parse_yaml(text: str) -> Any:
+    """`yaml.safe_load`, whose every failure is a ValueError that says the line where it is known.
+
+    Raises:
+        ValueError: not YAML, a value that is none of its kind, or aliases that stand for too much.
+    """
+    import yaml  # not above: the launcher reads host files by this module before anything is installed
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{where}{getattr(error, 'problem', None) or str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except (ValueError, AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"a value is not of its kind: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    if _num_values(values, {}) > MAX_YAML_VALUES:
+        raise ValueError("its aliases stand for too many values, or for themselves")
+    return values
+
+
+def _num_values(node: Any, known: dict[int, int]) -> int:
+    """Values in a tree whose branches may be shared; one that contains itself has more than any limit."""
+    if not isinstance(node, (dict, list)):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = MAX_YAML_VALUES + 1  # until it is counted: met again inside itself
+        children = [*node, *node.values()] if isinstance(node, dict) else node
+        known[id(node)] = min(MAX_YAML_VALUES + 1, 1 + sum(_num_values(child, known) for child in children))
+    return known[id(node)]
