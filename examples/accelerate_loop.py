@@ -79,6 +79,7 @@ def main() -> None:
     done = 0
     if args.resume_from_checkpoint is not None:
         accelerator.load_state(str(args.resume_from_checkpoint))
+        accelerator.step = 0  # it counts micro-batches, of which a step may have another number now
         done = int(args.resume_from_checkpoint.name.removeprefix("step_"))
     model.train()
     args.output_dir.mkdir(parents=True, exist_ok=True)

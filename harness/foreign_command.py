@@ -80,12 +80,15 @@ class Script:
         flags: those that it defines itself.
         parser: "transformers" or "trl" where it takes all of TrainingArguments (of SFTConfig), else "".
         resumes: it mentions `resume_from_checkpoint`.
+        restores_count: it lets accelerate's `load_state` restore the count of micro-batches by which `accumulate` finds a step's last one;
+            with another number of micro-batches in a step, the first step after it would be cut short.
         is_known: there was a text to read.
     """
 
     flags: Mapping[str, Flag] = dataclasses.field(default_factory=dict)
     parser: str = ""
     resumes: bool = False
+    restores_count: bool = False
     is_known: bool = False
 
     def flag(self, name: str) -> Flag | None:
@@ -116,7 +119,8 @@ def read_script(path: Path) -> Script:
         parser = _PARSERS.get(name, parser)
     if parser == "transformers" and re.search(r"\b(SFTConfig|DPOConfig)\b", text):
         parser = "trl"
-    return Script(flags, parser, "resume_from_checkpoint" in text, True)
+    restores_count = ".load_state(" in text and ".accumulate(" in text and not re.search(r"\.step\s*=\s*0\b", text)
+    return Script(flags, parser, "resume_from_checkpoint" in text, restores_count, True)
 
 
 def _flag_of(call: ast.Call) -> dict[str, Flag]:

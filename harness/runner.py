@@ -220,6 +220,14 @@ class Runner:
         found, passed = latest_complete(Path(str(folder)), num_ranks, self.started_s) if folder else (None, [])
         for line in passed:
             say(line)
+        if (
+            found is not None
+            and self.settings.command.script.restores_count
+            and self.now.micro_batch_size != self.settings.start.micro_batch_size
+        ):
+            say("accelerate's load_state restores the count of micro-batches, with which the first step would be cut short:")
+            say(f"{found} is passed over; with accelerator.step = 0 after load_state in the script it would not be")
+            found = None
         if found is None:
             say(f"no checkpoint of this run yet: {'from ' + str(given) if given else 'from the beginning'}")
         elif not self.settings.command.script.resumes and self.settings.command.script.is_known:

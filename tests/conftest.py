@@ -27,7 +27,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run.
 ONE_WORKER = {
-    "ranks": ("tests/distributed/", "tests/faults/", "tests/test_launch.py", "tests/cluster/test_s"),
+    "ranks": (
+        "tests/distributed/",
+        "tests/faults/",
+        "tests/foreign/test_launchers.py",
+        "tests/foreign/test_redo.py",
+        "tests/test_launch.py",
+        "tests/cluster/test_s",
+    ),
     "readme": ("tests/test_readme.py",),
 }
 

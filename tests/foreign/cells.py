@@ -52,23 +52,30 @@ def make_corpus(path: Path) -> Path:
     return path
 
 
-def command(script: str, launcher: str, corpus: Path, folder: Path, more: list[str]) -> list[str]:
-    """What a user would type."""
-    tools, path, port = Path(sys.executable).parent, str(ROOT / "examples" / f"{script}.py"), str(free_port())
+def script_words(script: str, corpus: Path, folder: Path, micro: int = MICRO) -> list[str]:
+    """A script's flags, whatever starts it."""
     flags = {
         "train_file": corpus,
         "output_dir": folder / "out",
         "max_steps": STEPS,
         "save_steps": SAVE_STEPS,
-        "per_device_train_batch_size": MICRO,
+        "per_device_train_batch_size": micro,
         "learning_rate": 1e-3,
     }
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + more
     if script != "accelerate_loop":
-        words += ["--logging_steps", "1", "--report_to", "none", "--disable_tqdm", "True"]
-        words += ["--bf16", "False"] if script == "trl_sft" else []
-        words += ["--use_cpu", "True"]  # without it transformers makes two jobs of one process
-        words += ["--deepspeed", str(ROOT / "ds_configs" / f"{launcher}.json")] if launcher.startswith("zero") else []
+        flags |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+        flags["use_cpu"] = True  # without it transformers makes two jobs of one process
+    if script == "trl_sft":
+        flags["bf16"] = False
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+
+
+def command(script: str, launcher: str, corpus: Path, folder: Path) -> list[str]:
+    """What a user would type."""
+    tools, path, port = Path(sys.executable).parent, str(ROOT / "examples" / f"{script}.py"), str(free_port())
+    words = script_words(script, corpus, folder)
+    if script != "accelerate_loop" and launcher.startswith("zero"):
+        words += ["--deepspeed", str(ROOT / "ds_configs" / f"{launcher}.json")]
     if launcher == "torchrun":
         return [str(tools / "torchrun"), "--nproc_per_node", str(NUM_RANKS), "--master_port", port, path, *words]
     if launcher == "accelerate":
@@ -93,7 +100,6 @@ def run(
     *,
     fails: bool,
     with_us: bool,
-    more: list[str] | None = None,
     failure: dict[str, Any] | None = None,
     timeout_s: float = 400.0,
     takes_turns: bool = True,
@@ -113,7 +119,7 @@ def run(
     )
     if script == "accelerate_loop":  # the same for accelerate
         environ["ACCELERATE_USE_CPU"] = "true"
-    tokens = command(script, launcher, corpus, folder, more or [])
+    tokens = command(script, launcher, corpus, folder)
     if with_us:
         tokens = [sys.executable, "-m", "harness.runner", "--no_plan", "--ladder", "micro_batch", "--", *tokens]
     turn = only_launch_of_this_machine() if takes_turns else contextlib.nullcontext()

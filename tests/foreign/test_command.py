@@ -74,6 +74,7 @@ def test_scripts() -> None:
     assert read_script(Path(LOOP)).flags["per_device_train_batch_size"].default == 8
     assert read_script(Path(LOOP)).flags["gradient_checkpointing"].is_switch
     assert read_script(Path(TRAINER)).resumes
+    assert not read_script(Path(LOOP)).restores_count
     assert read_script(Path("/nowhere.py")) == Script()
 
 

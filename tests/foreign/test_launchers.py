@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.foreign import cells
+from tests.faults.fork_ranks import ForkServer
+from tests.foreign import cells, jobs
 
 TOLERANCE = 2e-5
 
@@ -30,12 +31,21 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cells.make_corpus(tmp_path_factory.mktemp("foreign") / "corpus.txt")
 
 
-def test_a_loop_under_torchrun(corpus: Path, tmp_path: Path) -> None:
-    clean = cells.run("accelerate_loop", "torchrun", corpus, tmp_path / "clean", fails=False, with_us=False)
-    assert clean.code == 0, clean.output
-    check("accelerate_loop", "torchrun", clean, tmp_path / "with", corpus)
+def clean_run(server: ForkServer, script: str, corpus: Path, folder: Path) -> cells.Run:
+    """The same training without a lack of memory, by one process with twice the micro-batch: samples and losses of a step are the same."""
+    folder.mkdir()
+    words = cells.script_words(script, corpus, folder, 2 * cells.MICRO)
+    server.call(jobs.ranks, script, str(folder), 1, {}, words, output=folder / "log.txt")
+    (halves,) = cells.steps_of(folder)[0]
+    return cells.Run(0, 0.0, "", cells.losses_of(script, folder / "out"), {0: [halves[0::2]], 1: [halves[1::2]]})
 
 
+@pytest.mark.parametrize(("script", "launcher"), [("accelerate_loop", "torchrun"), ("hf_trainer", "zero2")])
+def test_a_script_finishes(server: ForkServer, corpus: Path, tmp_path: Path, script: str, launcher: str) -> None:
+    check(script, launcher, clean_run(server, script, corpus, tmp_path / "clean"), tmp_path / "with", corpus)
+
+
+@pytest.mark.slow
 def test_a_mistake_ends_with_its_own_code_and_is_not_tried_again(corpus: Path, tmp_path: Path) -> None:
     mistake = {**cells.FAILURE, "step": 2, "kind": "bug"}
     found = cells.run("accelerate_loop", "torchrun", corpus, tmp_path / "bug", fails=True, with_us=True, failure=mistake)

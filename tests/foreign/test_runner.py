@@ -116,6 +116,15 @@ def test_checkpoints_of_another_run_are_not_gone_on_from(run: Any, tmp_path: Pat
     assert "step_9 is passed over: it is from before this run" in output
 
 
+def test_a_count_of_micro_batches_that_no_longer_fits_is_not_restored(run: Any) -> None:
+    theirs = CHECKPOINT + 'if a.micro_batch_size > 4: raise MemoryError("x")\n'
+    loop = "def loop():\n    accelerator.load_state(a.resume_from_checkpoint)\n    with accelerator.accumulate(model): pass\n"
+    _, _, calls, output = run(theirs + loop)
+    assert calls[1] == "4 x 2 from None" and "out/step_3 is passed over" in output
+    _, _, calls, _ = run(theirs + loop + "    accelerator.step = 0\n")
+    assert calls[1] == "4 x 2 from out/step_3"
+
+
 def test_all_processes_end_soon_when_one_ran_out_of_memory(run: Any, tmp_path: Path) -> None:
     body = """
 if a.micro_batch_size > 4:
