@@ -60,6 +60,7 @@ def measure(script: str, launcher: str, clean: cells.Run, corpus: Path, folder: 
         return {**row, "with": {"exit_code": found.code, "seconds": round(found.seconds, 1), "said": found.output[-500:]}}
     attempts = cells.record_of(folder / "with")["attempts"]
     with_us = {"exit_code": found.code, "seconds": round(found.seconds, 1), "seconds_of_attempts": [each["seconds"] for each in attempts]}
+    with_us["all_ranks_ended_after_s"] = attempts[0]["ended_after_s"]
     return {**row, "with": with_us | (cells.compare(clean, found, folder / "with") if found.losses and found.code == 0 else {})}
 
 

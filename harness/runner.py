@@ -114,6 +114,7 @@ class Attempt:
         reports: of the ranks that ran out of memory.
         num_ranks: ranks that were there.
         has_hook: the hook was in at least one of them.
+        ended_after_s: from the first report until no process was left.
     """
 
     ended: Ended
@@ -121,6 +122,7 @@ class Attempt:
     reports: list[dict[str, Any]]
     num_ranks: int
     has_hook: bool
+    ended_after_s: float | None = None
 
 
 def start(edited: Edited, environ: Mapping[str, str], grace_s: float) -> Attempt:
@@ -150,11 +152,12 @@ def start(edited: Edited, environ: Mapping[str, str], grace_s: float) -> Attempt
                 "harness run", f"cannot start {edited.tokens[0]}: {error.strerror}", "give the command as you would type it"
             ) from None
         found = rank_hook.told(reports, rank_hook.OUT_OF_MEMORY)
+        ended_after_s = round(time.time() - found[0]["at_s"], 1) if found else None
         if not found and ended.code != 0 and cgroups.num_kernel_kills() > num_kernel_kills:
             found = [{"rank": -1, "failure": "the kernel killed a process: the memory limit of the container or machine", "memory": "host"}]
         present = rank_hook.told(reports, rank_hook.PRESENT)
         num_ranks = len({message["rank"] for message in present} - {None})
-        return Attempt(ended, time.monotonic() - started, found, max(1, num_ranks), bool(present))
+        return Attempt(ended, time.monotonic() - started, found, max(1, num_ranks), bool(present), ended_after_s)
 
 
 # ---- the ladder
@@ -266,6 +269,7 @@ class Runner:
                 "num_ranks": attempt.num_ranks,
                 "num_killed": attempt.ended.num_killed,
                 "out_of_memory": attempt.reports,
+                "ended_after_s": attempt.ended_after_s,
             }
         )
 

@@ -23,7 +23,8 @@ def check(script: str, launcher: str, clean: cells.Run, folder: Path, corpus: Pa
     assert result == {"finished": True, "attempts": 2, "resumed_at_step": 5, "steps": cells.STEPS, "same_global_batches": True}
     assert difference < TOLERANCE
     first = cells.record_of(folder)["attempts"][0]
-    assert [report["rank"] for report in first["out_of_memory"]] == [1] and first["seconds"] < 200
+    assert [report["rank"] for report in first["out_of_memory"]] == [1]
+    assert first["ended_after_s"] < 30  # a few on a machine that does nothing else
 
 
 @pytest.fixture(scope="module")
