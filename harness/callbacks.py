@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -47,6 +48,16 @@ def reduce_every_micro_batch(accelerator: Any) -> bool:
     return True
 
 
+def _shared_state() -> Any:
+    """What every Accelerator of this process shares, for a callback that is not given its Trainer's."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    state = AcceleratorState()
+    return SimpleNamespace(
+        state=state, gradient_state=GradientState(), distributed_type=state.distributed_type, is_main_process=state.is_main_process
+    )
+
+
 class OomRecoveryCallback(TrainerCallback):
     """What makes a lack of memory rarer, and earlier: under FSDP2 no unreduced gradients; the optimizer's state before step 1.
 
@@ -62,9 +73,7 @@ class OomRecoveryCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Called by the Trainer, on all ranks, when model and optimizer are prepared and a checkpoint is loaded."""
-        from accelerate import Accelerator
-
-        accelerator = self.trainer.accelerator if self.trainer is not None else Accelerator()
+        accelerator = self.trainer.accelerator if self.trainer is not None else _shared_state()
         if reduce_every_micro_batch(accelerator) and accelerator.is_main_process:
             log.warning("FSDP2: gradients are reduced after every micro-batch (sync_each_batch)")
         if can_redo(accelerator) and model is not None and optimizer is not None:

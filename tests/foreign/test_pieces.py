@@ -154,6 +154,23 @@ def test_fsdp2_reduces_after_every_micro_batch() -> None:
     assert not reduce_every_micro_batch(accelerator(None)) and not reduce_every_micro_batch(accelerator(1))
 
 
+def test_the_callback_alone_allocates_the_optimizers_state() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    from harness.callbacks import OomRecoveryCallback
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    Accelerator(cpu=True)
+    try:
+        OomRecoveryCallback().on_train_begin(None, None, None, model=model, optimizer=optimizer)  # type: ignore[arg-type]
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    assert sorted(optimizer.state[model.weight]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
 def test_the_longest_batch() -> None:
     from harness.callbacks import longest_batch
 
