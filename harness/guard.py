@@ -317,7 +317,7 @@ class Guard:
             found["state"] = f"has ended with {f'exit code {code}' if code >= 0 else signal_text(-code)}"
             found["at"] = whereabouts.place_of(self.where.stacks())
         elif self.asked_from is not None:
-            found["at"] = self.asked_from
+            found |= {"at": self.asked_from, "asked": True}
         self._write_stacks(self.where.stacks())
         return found
 

@@ -253,14 +253,19 @@ def describe(rank: int | str, found: Mapping[str, Any]) -> str:
 
 
 def late(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Ranks that have not come to the wait that the foremost ones are in."""
+    """Ranks that the others wait for: those that cannot run or say nothing, else those that have not come to the foremost ones' wait.
+
+    One that has asked where the others are is none of them: it waited to the limit, maybe in a collective of the engine, which is no wait
+    that is known here.
+    """
+    others = {rank: each for rank, each in found.items() if not each.get("asked")}
+    stuck = [rank for rank, each in others.items() if not each or each.get("state")]
     foremost = max(((each.get("number", 0), bool(each.get("waiting"))) for each in found.values()), default=(0, False))
-    return [rank for rank, each in found.items() if (each.get("number", 0), bool(each.get("waiting"))) < foremost]
+    return stuck or [rank for rank, each in others.items() if (each.get("number", 0), bool(each.get("waiting"))) < foremost]
 
 
 def who_hangs(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The end of a sentence that names the ranks which the others wait for, and says where they are; empty where nothing was found."""
-    # Where all came to the same wait, the hung one is in a collective of the engine: whoever cannot run, or else everybody.
-    shown = late(found) or [rank for rank, each in found.items() if not each or each.get("state")] or list(found)
+    shown = late(found) or [rank for rank, each in found.items() if not each.get("asked")] or list(found)
     more = f"; {len(shown) - MAX_NAMED} more" if len(shown) > MAX_NAMED else ""
     return "".join(f"; {describe(rank, found[rank])}" for rank in shown[:MAX_NAMED]) + more

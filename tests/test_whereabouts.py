@@ -184,10 +184,20 @@ def position(number: int, waiting: bool, **more: Any) -> dict[str, Any]:
 
 
 def test_who_has_not_come_is_told_from_who_waits() -> None:
-    found = {"0": position(7, True), "1": position(6, False, at="harness/data.py:3 read"), "2": position(7, True), "3": {}}
-    assert late(found) == ["1", "3"]
-    assert who_hangs(found) == "; rank 1 left 'commit vote' 5.2 s ago, is at harness/data.py:3 read; rank 3 says nothing"
+    found: dict[str, Any] = {"0": position(7, True), "1": position(6, False, at="harness/data.py:3 read"), "2": position(7, True)}
+    assert late(found) == ["1"]
+    assert who_hangs(found) == "; rank 1 left 'commit vote' 5.2 s ago, is at harness/data.py:3 read"
+    found["3"] = {}  # whoever is not there at all is waited for first
+    assert who_hangs(found) == "; rank 3 says nothing"
     assert describe(0, found["0"]) == "rank 0 waits for the others in 'commit vote' for 5.2 s"
+
+
+def test_who_waited_to_the_limit_is_not_named_but_the_stopped_one_that_was_further() -> None:
+    """Rank 0 sits in a collective of the engine; rank 1 was stopped in the vote before it, and so seems to wait."""
+    found = {"0": position(7, False, asked=True), "1": position(7, True, state="is stopped by a signal such as SIGSTOP")}
+    assert late(found) == ["1"]
+    del found["1"]["state"]
+    assert late(found) == [] and who_hangs(found) == "; rank 1 waits for the others in 'commit vote' for 5.2 s"
 
 
 def test_in_a_collective_that_all_have_come_to_whoever_cannot_run_is_named_else_all() -> None:
