@@ -181,7 +181,8 @@ def test_both_cards_work_at_the_same_time() -> None:
         torch.cuda.synchronize(1)
         seconds[depth] = time.perf_counter() - started
         model.zero_grad(set_to_none=True)
-    assert seconds[0] < seconds[1], seconds  # the bound at 8 micro-batches is 9/16; how fast is a matter of the host, and of benchmarks/device_map.py
+    # The bound at 8 micro-batches is 9/16; how near it comes is a matter of the host, and of benchmarks/device_map.py.
+    assert seconds[0] < seconds[1], seconds
 
 
 def test_a_real_out_of_memory_leaves_both_cards_usable() -> None:
