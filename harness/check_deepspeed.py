@@ -13,7 +13,7 @@ from typing import Any
 
 from harness import deepspeed_keys as keys
 from harness.args import argument_names
-from harness.deepspeed_json import BATCH_KEYS, get_value, is_number
+from harness.deepspeed_json import BATCH_KEYS, get_value, is_number, without_nulls
 from harness.findings import Finding
 from harness.machine import GIB, Machine
 
@@ -38,9 +38,10 @@ def check_deepspeed(config: Mapping[str, Any], *, num_processes: int | None = No
         num_processes: for values that must divide it; None where not known.
         machine: for values that must fit it; None where not known.
     """
+    config = without_nulls(config)
     findings = list(_key_findings(config))
-    if any(finding.severity == "error" and finding.message.startswith("must be a block") for finding in findings):
-        return findings  # the other rules look into the blocks
+    if any(finding.severity == "error" and finding.message.startswith(("must be a block", "must be text")) for finding in findings):
+        return findings  # the other rules look into the blocks, and names up
     findings += _zero_findings(config, num_processes, machine)
     findings += _offload_findings(config, machine)
     findings += _precision_findings(config, machine)

@@ -52,7 +52,7 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
         )
     if not isinstance(values, dict):
         raise user_error("--deepspeed", f"{name} holds a {type(values).__name__}, not an object", 'it must start with "{"')
-    return values
+    return without_nulls(values)
 
 
 def _lines_of_duplicates(text: str, key: str) -> str:
@@ -73,6 +73,14 @@ def _lines_of_duplicates(text: str, key: str) -> str:
     except yaml.YAMLError:
         lines = []
     return f", lines {' and '.join(map(str, lines))}" if lines else ""
+
+
+def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without blocks that are null, which DeepSpeed takes for blocks that are not there; other nulls stay."""
+    blocks = ("optimizer", "scheduler", "params", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "aio")
+    blocks += ("offload_optimizer", "offload_param", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor")
+    kept = {key: value for key, value in config.items() if value is not None or key not in blocks}
+    return {key: without_nulls(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
 def get_value(config: Mapping[str, Any], path: str, default: Any = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from harness import deepspeed_keys
 from harness.check_deepspeed import check_deepspeed
+from harness.deepspeed_json import read_deepspeed_config
 from tests.checking import AMPERE, CPU, VOLTA, Rule, check_both, optimizer, rule_id, zero
 
 
@@ -403,6 +405,29 @@ def test_nvme_folder_in_host_memory_or_without_permission(tmp_path: Path, monkey
 def test_blocks_that_are_no_blocks_end_the_check_early() -> None:
     findings = check_deepspeed({"zero_optimization": 3, "optimizer": "AdamW"})
     assert [finding.key for finding in findings] == ["zero_optimization", "optimizer"]
+
+
+@pytest.mark.parametrize("block", ["scheduler.params", "optimizer.params", "zero_optimization", "fp16", "zero_optimization.offload_param"])
+def test_a_block_that_is_null_is_one_that_is_not_there(block: str) -> None:
+    config: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+        "zero_optimization": {"stage": 3},
+    }
+    *parents, name = block.split(".")
+    place, without = config, json.loads(json.dumps(config))
+    without_place = without
+    for parent in parents:
+        place, without_place = place[parent], without_place[parent]
+    place[name] = None
+    without_place.pop(name, None)
+    assert check_deepspeed(config, num_processes=2) == check_deepspeed(without, num_processes=2)
+    assert read_deepspeed_config(json.dumps(config)) == without
+
+
+def test_names_that_are_no_text_end_the_check_early() -> None:
+    for config in ({"scheduler": {"type": ["x"]}}, {"optimizer": {"type": {"a": 1}}}):
+        assert "must be text" in check_deepspeed(config, num_processes=2)[0].message
 
 
 def test_key_table_is_deepspeeds_own(monkeypatch: pytest.MonkeyPatch) -> None:

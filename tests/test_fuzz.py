@@ -24,7 +24,7 @@ from harness.findings import UserError
 from tests.checking import CPU, ROOT, deepspeed, fsdp
 from tests.mutations import as_json_lines, as_yaml, limit, mutated_value, variants
 
-SHORT, LONG = 60, 3000
+SHORT, LONG = 25, 3000
 SECONDS = 10.0
 Reader = Callable[[Path], Any]
 
