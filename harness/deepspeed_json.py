@@ -20,6 +20,12 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 _DEEPSPEED_AUTO = ("pipeline.stages", "data_types.keep_in_fp32_modules")
 
 
+_BLOCKS = (
+    *("optimizer", "scheduler", "params", "fp16", "bf16", "zero_optimization", "offload_optimizer", "offload_param"),
+    *("activation_checkpointing", "aio", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor"),
+)
+
+
 def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
     """A DeepSpeed JSON file, or the JSON text itself where the value starts with a brace.
 
@@ -77,9 +83,7 @@ def _lines_of_duplicates(text: str, key: str) -> str:
 
 def without_nulls(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without blocks that are null, which DeepSpeed takes for blocks that are not there; other nulls stay."""
-    blocks = ("optimizer", "scheduler", "params", "fp16", "bf16", "zero_optimization", "activation_checkpointing", "aio")
-    blocks += ("offload_optimizer", "offload_param", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor")
-    kept = {key: value for key, value in config.items() if value is not None or key not in blocks}
+    kept = {key: value for key, value in config.items() if value is not None or key not in _BLOCKS}
     return {key: without_nulls(value) if isinstance(value, Mapping) else value for key, value in kept.items()}
 
 
