@@ -149,12 +149,15 @@ def label_tokens_by_step(num_processes: int) -> list[int]:
     return [sum(sample_length(index) - 1 for index in step) for step in steps]  # the first token has no prediction
 
 
-def differences(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]], engine: str, inputs: Path) -> list[str]:
+def differences(
+    rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]], engine: str, inputs: Path, relative_tolerance: float | None = None
+) -> list[str]:
     """What distinguishes a resumed run from the uninterrupted one; empty if nothing does.
 
     Losses, gradient norms and learning rates are compared, and the samples of each step: by its label tokens, with the loader's order.
     """
     case = ENGINES[engine]
+    tolerance = case.relative_tolerance if relative_tolerance is None else relative_tolerance
     found: list[str] = []
     steps = [row["step"] for row in rows]
     if steps != list(range(1, NUM_STEPS + 1)):
@@ -165,7 +168,7 @@ def differences(rows: Sequence[dict[str, Any]], reference: Sequence[dict[str, An
         found.append(f"label tokens by step are {used}: other samples than the order has")
     for row, expected in zip(rows, reference, strict=True):
         for name in ("loss", "grad_norm", "learning_rate"):
-            if abs(row[name] - expected[name]) > case.relative_tolerance * abs(expected[name]):
+            if abs(row[name] - expected[name]) > tolerance * abs(expected[name]):
                 found.append(f"step {row['step']}: {name} {row[name]!r}, uninterrupted {expected[name]!r}")
     return found
 

@@ -47,7 +47,7 @@ CASES = {
 
 
 # The others in the long form; the whole matrix is tests.faults.oom_matrix.
-SHORT = ("update of one process", "start of fsdp", "forward of fsdp, to offload", "update of zero3")
+SHORT = ("update of one process", "start of fsdp", "forward of fsdp, to offload", "forward of zero3, to another Adam")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.slow]) for name in CASES])
@@ -59,7 +59,8 @@ def test_all_ranks_start_again_and_the_run_is_the_same(
     life = run(server, inputs, output, engine, injected, *ladder, "--snapshot_steps", str(SNAPSHOT_STEPS))
     codes = life.wait(200)
     assert set(codes.values()) == {0}, life.output()
-    assert jobs.differences(jobs.train_rows(output), jobs.train_rows(references(engine)), engine, inputs) == []
+    tolerance = 1e-4 if "another Adam" in name else None  # DeepSpeed's rounds in another order than torch's
+    assert jobs.differences(jobs.train_rows(output), jobs.train_rows(references(engine)), engine, inputs, tolerance) == []
     (step,) = steps_down(output)
     assert (step["phase"], step["change"], step["way"]) == (phase, change, "relaunch")
     assert "starting all ranks again (life 2)" in life.output()
