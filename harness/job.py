@@ -28,7 +28,7 @@ from harness.engines.build import build_engine, master_dtype, resolve_precision,
 from harness.evaluation import Evaluator
 from harness.export import export_model, model_card, write_model_files
 from harness.findings import UserError, user_error
-from harness.lora import BASE_FOLDER, base_weights, check_first_update, export_adapter, untrained_flags, write_r_check
+from harness.lora import BASE_FOLDER, adapter_facts, base_weights, check_first_update, export_adapter, untrained_flags, write_r_check
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
@@ -384,6 +384,7 @@ def _trainer(
             "max_steps": plan.max_steps,
             "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
             "data_seed": args.train.seed if args.train.data_seed is None else args.train.data_seed,
+            "adapters": None if engine.lora is None else adapter_facts(engine.lora),
             "data_order": f"{args.data.train_sampling_strategy}{', last step dropped' if args.data.dataloader_drop_last else ''}",
             **facts,
             "packages": run_folder.environment()["packages"],

@@ -114,6 +114,20 @@ class AttachedLora:
                 self.digests[full] = hashlib.sha256(values).hexdigest()[:16]
 
 
+def adapter_facts(lora: AttachedLora) -> dict[str, Any]:
+    """What decides the shapes of adapters, for checkpoints: state of one shape cannot be loaded into another."""
+    config = lora.config
+    own_r = dict(sorted((config.rank_pattern or {}).items()))
+    saved = sorted(config.modules_to_save or [])
+    return {
+        "r": config.r,
+        "rank_pattern": own_r,
+        "modules": sorted(lora.modules),
+        "modules_to_save": saved,
+        "use_dora": bool(config.use_dora),
+    }
+
+
 def _init_adapter(module: Any) -> None:
     if ADAPTER in module.lora_A:
         nn.init.kaiming_uniform_(module.lora_A[ADAPTER].weight, a=math.sqrt(5))

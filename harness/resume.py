@@ -58,6 +58,9 @@ def template_facts(template: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if name not in _BATCH}
 
 
+_OWN_FOLDER = "use the same LoRA flags, or another --output_dir; no flag can load the one into the other"
+
+
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -> list[Finding]:
     """Everything in which a checkpoint's run differs from this one: errors where the result would differ, else warnings.
 
@@ -78,6 +81,8 @@ def compare(saved: Mapping[str, Any], now: Mapping[str, Any], place: str = "") -
             f"the checkpoint had {saved['global_batch_size']} samples per step, this run has {now['global_batch_size']}{place}",
             f"keep micro-batch x accumulation x processes as it was: --target_batch_size {saved['global_batch_size']}{force}",
         )
+    if "adapters" in both:
+        say("error", f"the adapters have other shapes: {_changes(saved['adapters'], now['adapters'])}", _OWN_FOLDER)
     if "data_fingerprint" in both:
         say(
             "error",
@@ -137,7 +142,7 @@ def check(saved: Mapping[str, Any], now: Mapping[str, Any], *, force: bool, plac
         UserError: with every difference that matters, unless `force`.
     """
     findings = compare(saved, now, place)
-    if has_errors(findings) and not force:
+    if has_errors(findings) and (not force or any(finding.fix == _OWN_FOLDER for finding in findings)):
         raise UserError(findings)
     for finding in findings:
         log.warning("%s: %s%s", finding.key, finding.message, " (--force_resume: going on)" if finding.severity == "error" else "")

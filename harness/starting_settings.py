@@ -23,7 +23,7 @@ from harness.cards import card_bytes
 from harness.coordination import Coordinator
 from harness.end_advice import advice
 from harness.engines.build import initial_settings
-from harness.findings import UserError
+from harness.findings import Finding, UserError
 from harness.ladder import MemorySettings, Rung, default_ladder, describe_change, is_lower, next_settings, parse_ladder, seen_memory
 from harness.machine import can_compile, detect_machine
 from harness.memory import CONTEXT_BYTES
@@ -97,6 +97,32 @@ def offload_steps(
     return [step for step in steps if is_lower(settings.replace(**step), settings)]
 
 
+_RUNGS_OF = {
+    "reshard_after_forward": {"fsdp"},
+    "param_offload": {"fsdp", "zero"},
+    "optimizer_offload": {"zero"},
+    "in_flight_micro_batches": {"device_map"},
+    "reduce_bucket_size": {"zero"},
+    "stage3_prefetch_bucket_size": {"zero"},
+    "stage3_max_live_parameters": {"zero"},
+}
+
+
+def foreign_rungs(words: Sequence[str], engine: str) -> list[Finding]:
+    """Words of `--oom_ladder` that name a setting of other engines: they would free nothing.
+
+    Args:
+        engine: its family, "ddp", "fsdp", "zero" or "device_map".
+    """
+    found = []
+    for word in words:
+        engines = _RUNGS_OF.get(word.partition("=")[0])
+        if engines is not None and engine not in engines:
+            problem = f"'{word}' would free nothing: it is a setting of {' and '.join(sorted(engines))}, the engine is {engine}"
+            found.append(Finding("error", "--oom_ladder", problem, "leave it out"))
+    return found
+
+
 def make_ladder(
     args: Arguments, engine: str, settings: MemorySettings, *, block_size: int, num_parameters: int, num_processes: int
 ) -> list[MemorySettings]:
@@ -108,7 +134,14 @@ def make_ladder(
     if args.train.no_oom_recovery:
         return []
     if args.train.oom_ladder:
-        return parse_ladder(args.train.oom_ladder, settings)
+        found: list[Finding] = foreign_rungs(args.train.oom_ladder, engine)
+        try:
+            rungs = parse_ladder(args.train.oom_ladder, settings)
+        except UserError as error:
+            raise UserError([*error.findings, *found]) from None
+        if found:
+            raise UserError(found)
+        return rungs
     name = engine_name(args, engine, os.environ)
     further = None if settings.engine else further_engine(args, name, num_processes)
     stage = 3 if "zero3" in (name, further) else 0
@@ -219,7 +252,8 @@ def _decide(
     settings = asked if plan is None else plan.settings
     if args.train.no_oom_recovery:
         return Start(_engine_of(engine, settings), settings, plan=plan)
-    computed = computed if plan is None else plan.ladder
+    if plan is not None and not args.train.oom_ladder:  # a user's own ladder stays what it is, wherever the planner starts
+        computed = plan.ladder
     earlier = last_settings(folder, num_processes) if cause is not None and computed else last_good_settings(folder, num_processes)
     if earlier is not None and (is_lower(earlier, settings) or any(rung.settings == earlier for rung in computed)):
         if cause is None and earlier != settings:

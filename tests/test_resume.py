@@ -66,6 +66,18 @@ DIFFERENCES = [
 ]
 
 
+def test_adapters_of_another_shape_are_refused_whatever_is_forced() -> None:
+    """Else the run ends in torch's "Size mismatch between saved torch.Size([4, 32])" after it has loaded everything."""
+    adapters = {"r": 4, "rank_pattern": {}, "modules": ["q_proj"], "modules_to_save": [], "use_dora": False}
+    saved, now = {**RUN, "adapters": adapters}, {**RUN, "adapters": {**adapters, "r": 8}}
+    (finding,) = compare(saved, now)
+    assert (finding.severity, finding.message) == ("error", "the adapters have other shapes: r 4 -> 8")
+    with pytest.raises(UserError, match="r 4 -> 8"):
+        check(saved, now, force=True)
+    check(saved, {**saved}, force=False)
+    check(RUN, now, force=False)  # a checkpoint from before they were written down
+
+
 @pytest.mark.parametrize(("path", "value", "severity", "message"), DIFFERENCES)
 def test_each_difference_is_named_and_refused_where_the_result_would_differ(path: str, value: Any, severity: str, message: str) -> None:
     now = changed(path, value)

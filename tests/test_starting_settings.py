@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness import guard_line, memory, run_plan
+from harness.findings import UserError
 from harness.ladder import MemorySettings
 from harness.model_shape import Measured
 from harness.oom_reports import write_ladder
@@ -78,6 +79,26 @@ def test_what_is_only_suggested_is_not_taken(tmp_path: Path, flags: dict[str, An
     assert kept.settings == MemorySettings(8, loss_chunk_size=1024)
     assert kept.plan is None
     assert ("suggested, not taken" in caplog.text) is ("auto_memory" in flags)
+
+
+def test_a_users_own_ladder_stays_when_a_plan_is_asked_for_too(tmp_path: Path) -> None:
+    """Also where the planner finds nothing that fits: its own one rung took the place of the user's."""
+    flags = {"auto_memory": "on", "oom_ladder": ["micro_batch=2", "activation_checkpointing=full"]}
+    for size in (150, 1):
+        (tmp_path / str(size)).mkdir()
+        kept = start(tmp_path / str(size), facts(size), **flags)
+        asked = MemorySettings(8, loss_chunk_size=1024)
+        assert list(kept.ladder) == [asked, asked.replace(micro_batch_size=2), kept.ladder[1].replace(activation_checkpointing="full")]  # type: ignore[union-attr]
+        assert kept.plan is not None
+
+
+def test_rungs_of_other_engines_are_refused_with_all_that_free_nothing(tmp_path: Path) -> None:
+    words = ["micro_batch=8", "reduce_bucket_size=5e8", "in_flight_micro_batches=2", "param_offload", "reshard_after_forward"]
+    with pytest.raises(UserError) as refused:
+        start(tmp_path, oom_ladder=words)
+    text = str(refused.value)
+    assert [word in text for word in words] == [True, True, True, False, True]  # FSDP2 can offload; it reshards already
+    assert "a setting of zero, the engine is fsdp" in text and len(refused.value.findings) == 4
 
 
 def test_without_a_card_nothing_is_planned_unless_one_is_made_up(tmp_path: Path) -> None:
