@@ -15,11 +15,13 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import importlib.util
 import io
 import json
+import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ class RunLog:
         num_duplicates: records that another rank had printed already.
         num_superseded: records that a resumed run computed again.
         num_bad_lines: lines of a metrics file that are no JSON.
+        unreadable: files of the run's folder that could not be read, each with the reason; one that has vanished is not among them.
         differences: where ranks report different values for one step.
     """
 
@@ -81,6 +84,7 @@ class RunLog:
     num_duplicates: int = 0
     num_superseded: int = 0
     num_bad_lines: int = 0
+    unreadable: list[str] = dataclasses.field(default_factory=list)
     differences: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -113,23 +117,41 @@ def find_runs(path: str | Path) -> list[Path]:
     path = Path(path)
     if not path.exists():
         raise user_error(str(path), "does not exist")
-    if not path.is_dir() or (path / METRICS_FILE).exists() or any(child.suffix in _LOG_SUFFIXES for child in path.iterdir()):
+    if not path.is_dir() or os.path.exists(path / METRICS_FILE) or any(child.suffix in _LOG_SUFFIXES for child in _children(path)):
         return [path]
-    runs = sorted(child for child in path.iterdir() if child.is_dir() and _has_metrics(child))
+    runs = sorted(child for child in _children(path) if _has_metrics(child))
     if runs:
         return runs
-    if _log_files(path) or list(path.glob("**/trainer_state.json")):
+    if _log_files(path) or _state_files(path):
         return [path]
     raise user_error(str(path), f"holds no {METRICS_FILE} and no {', '.join(_LOG_SUFFIXES)} file")
 
 
+def _children(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise user_error(str(folder), f"cannot be read: {error.strerror or error}") from None
+
+
 def _has_metrics(folder: Path) -> bool:
-    return (folder / METRICS_FILE).exists() or (folder / "trainer_state.json").exists()
+    # Not Path.exists: it raises where the folder may not be entered.
+    return any(os.path.exists(folder / name) for name in (METRICS_FILE, "trainer_state.json"))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Every file below a folder. Others may be writing there: what vanishes meanwhile or may not be entered is passed over."""
+    for place, _, names in os.walk(folder):
+        yield from (Path(place, name) for name in names if os.path.isfile(os.path.join(place, name)))
 
 
 def _log_files(folder: Path) -> list[Path]:
-    files = (file for file in folder.rglob("*") if file.suffix in _LOG_SUFFIXES and file.is_file())
+    files = (file for file in _files(folder) if file.suffix in _LOG_SUFFIXES)
     return sorted(file for file in files if len(file.relative_to(folder).parts) <= _MAX_DEPTH)
+
+
+def _state_files(folder: Path) -> list[Path]:
+    return sorted(file for file in _files(folder) if file.name == "trainer_state.json")
 
 
 def rank_of_path(path: Path) -> int | None:
@@ -163,18 +185,36 @@ def _parse_file(path: Path) -> RunLog:
     return _combine(str(path), [_read(path)])
 
 
+@contextlib.contextmanager
+def _reading(file: Path, unreadable: list[str]) -> Iterator[None]:
+    """Within, a file of a folder is read: one that has vanished is passed over, one that cannot be read is noted."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        unreadable.append(f"{file}: {error.strerror or error}")
+
+
 def _parse_folder(folder: Path) -> RunLog:
-    readers = [_read(file) for file in _log_files(folder)]
+    unreadable: list[str] = []
+    readers = []
+    for file in _log_files(folder):
+        with _reading(file, unreadable):
+            readers.append(_read(file))
     run = _combine(str(folder), readers)
-    if (folder / METRICS_FILE).exists():
-        own = _from_metrics(folder / METRICS_FILE)
-        own.failures, own.first_failure, own.progress = run.failures, run.first_failure, run.progress
-        return dataclasses.replace(own, name=str(folder))
+    run.unreadable = unreadable
+    metrics = folder / METRICS_FILE
+    if os.path.exists(metrics):
+        with _reading(metrics, unreadable):
+            own = _from_metrics(metrics)
+            own.failures, own.first_failure, own.progress = run.failures, run.first_failure, run.progress
+            return dataclasses.replace(own, name=str(folder), unreadable=unreadable)
     if not run.records:
         # Each checkpoint repeats the history so far: the longest one is the run's.
         histories = []
-        for file in sorted(folder.rglob("trainer_state.json")):
-            with contextlib.suppress(ValueError):  # a damaged one; the others say the same
+        for file in _state_files(folder):
+            with _reading(file, unreadable), contextlib.suppress(ValueError):  # a damaged one; the others say the same
                 histories.append(read_state_file(file.read_text(encoding="utf-8", errors="replace")))
         run.records = max(histories, key=len, default=[])
     return run
@@ -375,6 +415,7 @@ def to_json(runs: Sequence[RunLog]) -> str:
                 "num_duplicates": run.num_duplicates,
                 "num_superseded": run.num_superseded,
                 "num_bad_lines": run.num_bad_lines,
+                "unreadable": run.unreadable,
                 "differences": run.differences,
                 "summary": strict(_summary(run)),
             }
@@ -417,6 +458,7 @@ def format_run(run: RunLog, max_rows: int = 30) -> str:
             lines.append(f"  note    {count} {what}")
     if run.num_bad_lines:
         lines.append(f"  note    {run.num_bad_lines} unreadable lines in the metrics file")
+    lines += [f"  note    cannot be read: {each}" for each in run.unreadable[:3]]
     lines += [f"  {row['kind']} {_event_text(row)}" for row in run.records if row["kind"] == "summary"]
     if run.first_failure:
         lines.append(f"  FAILED  {_failure_text(run.first_failure)} ({len(run.failures)} failure lines in all)")
@@ -441,25 +483,47 @@ def _cell(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+def plot_names(text: str) -> list[str]:
+    """The plots that --plot names.
+
+    Raises:
+        UserError: an unknown name, or no matplotlib.
+    """
+    given = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.replace("-", "_") for name in given]
+    unknown = [word for word, name in zip(given, names, strict=True) if name not in PLOTS]
+    if unknown or not names:
+        fix = f"choose from {', '.join(PLOTS)}; --png FILE is where the picture goes"
+        raise user_error("--plot", f"does not know {', '.join(unknown)}" if unknown else "names nothing to draw", fix)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise user_error("--plot", "needs matplotlib", "pip install matplotlib")
+    return names
+
+
+def _panels(runs: Sequence[RunLog], names: Sequence[str]) -> list[tuple[str, list[tuple[str, list[float], list[float]]]]]:
+    """(name, curves) of each plot that these runs have something for.
+
+    Raises:
+        UserError: none of them has.
+    """
+    panels = [(name, found) for name in names if (found := curves(runs, PLOTS[name][1]))]
+    if not panels:
+        raise user_error("--plot", f"found no {', '.join(names)} in these logs")
+    return panels
+
+
 def plot(runs: Sequence[RunLog], names: Sequence[str], png: str | Path) -> None:
     """Draws one panel per name, all runs in each, into a PNG.
 
     Raises:
         UserError: an unknown name, nothing to draw, or no matplotlib.
     """
-    unknown = [name for name in names if name not in PLOTS]
-    if unknown:
-        raise user_error("--plot", f"does not know {', '.join(unknown)}", f"choose from {', '.join(PLOTS)}")
-    try:
-        import matplotlib
+    panels = _panels(runs, plot_names(",".join(names)))
+    import matplotlib
 
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise user_error("--plot", "needs matplotlib", "pip install matplotlib") from None
-    panels = [(name, found) for name in names if (found := curves(runs, PLOTS[name][1]))]
-    if not panels:
-        raise user_error("--plot", f"found no {', '.join(names)} in these logs")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(9, 3.2 * len(panels)), squeeze=False, layout="constrained")
     try:
         for axis, (name, found) in zip(axes[:, 0], panels, strict=True):
@@ -523,13 +587,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     try:
+        names = plot_names(options.plot) if options.plot is not None else []
         runs = [parse_run(run) for path in options.paths for run in find_runs(path)]
+        if names:
+            _panels(runs, names)  # refused before anything is written
         if options.csv:
             _write(to_csv(runs), options.csv)
         if options.json:
             _write(to_json(runs), options.json)
-        if options.plot:
-            plot(runs, [name.strip().replace("-", "_") for name in options.plot.split(",") if name.strip()], options.png)
+        if names:
+            plot(runs, names, options.png)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

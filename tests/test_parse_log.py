@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,54 @@ def test_main_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     assert "no metrics found" in capsys.readouterr().out
     assert main([str(tmp_path / "prose.txt"), "--plot", "los"]) == 2
     assert "does not know los -> choose from loss" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            "my-plot.png",
+            f"--plot: does not know my-plot.png -> choose from {', '.join(parse_log.PLOTS)}; --png FILE is where the picture goes",
+        ),
+        ("mfu", "--plot: found no mfu in these logs"),
+    ],
+)
+def test_a_plot_that_cannot_be_is_refused_before_anything_is_written(names: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "job.out").write_text("step 1 loss 2.0\n")
+    assert main([str(tmp_path / "job.out"), "--csv", str(tmp_path / "x.csv"), "--plot", names]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["job.out"]
+
+
+def test_what_vanishes_or_cannot_be_read_in_a_folder_is_passed_over(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    for name in ("a.log", "b.log", "c.log"):
+        (tmp_path / name).write_text("step 1 loss 2.0\n")
+    (tmp_path / "gone").mkdir()
+    scandir, read_bytes = os.scandir, Path.read_bytes
+
+    def vanishing(path: Any) -> Any:
+        if str(path).endswith("gone"):
+            os.rmdir(path)
+        return scandir(path)
+
+    def failing(path: Path) -> bytes:
+        if path.name == "a.log":
+            (tmp_path / "b.log").unlink()
+        if path.name == "c.log":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert main([str(tmp_path)]) == 0
+    assert not (tmp_path / "gone").exists()
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path),
+        "  step  loss",
+        "     1     2",
+        f"  note    cannot be read: {tmp_path / 'c.log'}: Permission denied",
+    ]
 
 
 def test_plots(tmp_path: Path) -> None:
