@@ -165,6 +165,8 @@ def _combination_problems(args: Arguments) -> Iterator[Finding]:
         yield _error("bf16_full_eval", "and --fp16_full_eval were both given", "keep one")
     if train.deepspeed and train.fsdp:
         yield _error("deepspeed", "and --fsdp were both given", "keep one engine")
+    if train.no_oom_recovery and train.oom_ladder:
+        yield _error("oom_ladder", "says how to go on, and --no_oom_recovery not to", "keep one of the two")
     if train.load_best_model_at_end:
         if train.eval_strategy == "no":
             yield _error("load_best_model_at_end", "needs evaluations during training", "add --eval_strategy steps")

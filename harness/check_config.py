@@ -24,14 +24,21 @@ from harness.args import GROUPS, Arguments, argument_names
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings
 from harness.check_deepspeed import check_deepspeed
-from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
+from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
 from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
 from harness.parsing import from_config, parse_args, read_yaml
-from harness.templates import TESTED_OPTIMIZERS, apply_launch_to_args, fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config
+from harness.templates import (
+    TESTED_OPTIMIZERS,
+    apply_launch_to_args,
+    choose_engine,
+    fsdp_template_of,
+    load_deepspeed_template,
+    resolve_deepspeed_config,
+)
 
 # Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 16, 2
@@ -240,17 +247,23 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
     findings: list[Finding] = []
     launch = parse_launch(command) if command else None
     num_processes = options.num_processes
+    wrong_count = None if num_processes is None else count_finding("--num_processes", str(num_processes))
+    if wrong_count is not None:  # the rest is checked for as many as there would be without it
+        findings.append(wrong_count)
+        num_processes = None
     if launch is not None:
         findings += check_launch(launch, environ, machine)
         options.config_file = options.config_file or launch.options.get("--config_file")
-        num_processes = num_processes or launch.num_processes
+        num_processes = num_processes or launch.num_processes or None
         run_tokens = [*run_tokens, *launch.script_args]
     num_machines = (launch.integer("--num_machines", "--nnodes", "--num_nodes") if launch else None) or 1
     if options.hostfile:
         hosts = _collect(findings, read_hostfile, options.hostfile)
         num_processes = num_processes or (sum(hosts.values()) if hosts else None)
     run_tokens = _run_tokens(run_tokens, options)
-    asks_for_run = any(token.startswith("--") for token in run_tokens if not token.startswith("--deepspeed"))
+    asks_for_run = bool(launch and launch.script_args) or any(
+        token.startswith("--") for token in run_tokens if not token.startswith("--deepspeed")
+    )
     args = _collect(findings, parse_args, run_tokens) if asks_for_run else None
     if options.config_file and Path(options.config_file).is_file():
         yaml_config = _collect(findings, read_yaml, options.config_file, "--config_file")
@@ -269,6 +282,7 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
     if args is not None:
         findings += [*args.notes, *_of_run(args, num_processes, num_machines, environ, machine)]
     elif options.deepspeed:
+        findings += choose_engine(_only_deepspeed(options.deepspeed), environ)[1]
         template = _collect(findings, load_deepspeed_template, _only_deepspeed(options.deepspeed), {})
         findings += _file_alone(template, num_processes, machine) if template is not None else []
     return sort_findings(findings), args.non_defaults() if args else {}
@@ -277,7 +291,9 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
 def _machine_options(launch: Launch | None) -> dict[str, Any]:
     """What a command of accelerate says of processes and machines, which wins over its file."""
     words = {key: launch.options.get(f"--{key}") for key in MACHINE_KEYS} if launch is not None and launch.launcher == "accelerate" else {}
-    return {key: int(text) if text.isdigit() else text for key, text in words.items() if text is not None}
+    counts = ("num_processes", "num_machines")
+    given = {key: text for key, text in words.items() if text is not None and not (key in counts and count_finding(key, text))}
+    return {key: int(text) if text.isdigit() else text for key, text in given.items()}
 
 
 def _of_run(args: Arguments, num_processes: int, num_machines: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:

@@ -42,6 +42,12 @@ _LAUNCHER_ONLY = {
     },
     "torchrun": {"--nproc_per_node", "--nnodes", "--node_rank", "--master_port", "--master_addr", "--rdzv_endpoint", "--standalone"},
 }
+# Options that count processes or machines.
+_COUNTS = {
+    "deepspeed": ("--num_gpus", "--num_accelerators", "--num_nodes"),
+    "accelerate": ("--num_processes", "--num_machines"),
+    "torchrun": ("--nproc_per_node", "--nnodes"),
+}
 _HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
 
 
@@ -133,7 +139,7 @@ def check_launch(launch: Launch, environ: Mapping[str, str], machine: Machine | 
             hosts = read_hostfile(launch.options["--hostfile"])
         except UserError as error:
             findings += error.findings
-    findings += _host_findings(launch, hosts)
+    findings += [*_count_findings(launch), *_host_findings(launch, hosts)]
     per_node = launch.integer("--num_gpus", "--nproc_per_node")
     if per_node is None and launch.launcher == "accelerate" and launch.num_processes is not None:
         per_node = launch.num_processes // (launch.integer("--num_machines") or 1)
@@ -167,6 +173,22 @@ def _option_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Fin
         yield Finding("error", "--include", "and --num_gpus/--num_nodes exclude each other in the deepspeed launcher", "keep one")
     if "--include" in options and "--exclude" in options:
         yield Finding("error", "--include", "and --exclude exclude each other", "keep one")
+
+
+def count_finding(option: str, text: str) -> Finding | None:
+    """The error of a number of processes or machines that is below 1; None where it is possible, or a word such as gpu."""
+    if re.fullmatch(r"[+-]?\d+", text) is None or int(text) >= 1:
+        return None
+    return Finding("error", option, f"must be at least 1, not {text}", f"{option} 1, or leave it out")
+
+
+def _count_findings(launch: Launch) -> Iterator[Finding]:
+    for option in _COUNTS.get(launch.launcher, ()):
+        text = launch.options.get(option, "")
+        unset = launch.launcher == "deepspeed" and text == "-1"  # the launcher's own default: all there are
+        finding = None if unset else count_finding(option, text)
+        if finding is not None:
+            yield finding
 
 
 # ---------------------------------------------------------------- hostfile
@@ -309,7 +331,9 @@ def _rank_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     if world > 1 and missing:
         message = f"{', '.join(missing)} not set, but WORLD_SIZE is {world}"
         yield Finding("error", missing[0], message, "start the job with torchrun, deepspeed or accelerate launch")
-    if rank >= max(world, 1):
+    if world < 1:
+        yield Finding("error", "WORLD_SIZE", f"must be at least 1, not {world}", "start the job with a launcher")
+    elif rank >= world:
         yield Finding("error", "RANK", f"{rank} is not below WORLD_SIZE {world}", "start the job with a launcher")
 
 

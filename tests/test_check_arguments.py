@@ -15,15 +15,27 @@ import pytest
 from harness import check_arguments as argument_rules
 from harness.cgroups import MemoryGroup
 from harness.check_config import check_run
+from harness.findings import Finding, UserError
 from harness.machine import GIB, Gpu, Machine, detect_machine, visible
 from harness.parsing import parse_args
 from tests.checking import AMPERE, CPU, ROOT, VOLTA, Rule, check_both, rule_id, run_findings
 
 WRAP = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
+
+
+def parsed_findings(flags: str, **options: Any) -> list[Finding]:
+    """`run_findings`, and what the parser already refuses."""
+    try:
+        return run_findings(flags, **options)
+    except UserError as error:
+        return error.findings
+
+
 ARGUMENT_RULES = [
     Rule("--learning_rate", "warning", "is very large", "--learning_rate 2", "--learning_rate 2e-5"),
     Rule("--learning_rate", "warning", "trains nothing", "--learning_rate 0", "--learning_rate 1e-5"),
     Rule("--weight_decay", "warning", "shrinks weights", "--weight_decay 1", "--weight_decay 0.1"),
+    Rule("--oom_ladder", "error", "keep one of the two", "--no_oom_recovery --oom_ladder micro_batch", "--oom_ladder micro_batch"),
     Rule("--adam_beta1", "info", "no effect with --optim sgd", "--optim sgd --adam_beta1 0.8", "--adam_beta1 0.8"),
     Rule("--lr_scheduler_type", "error", "did you mean cosine?", "--lr_scheduler_type cosin", "--lr_scheduler_type cosine"),
     Rule(
@@ -191,7 +203,7 @@ ARGUMENT_RULES = [
 
 @pytest.mark.parametrize("rule", ARGUMENT_RULES, ids=rule_id)
 def test_argument_rules(rule: Rule) -> None:
-    check_both(rule, run_findings)
+    check_both(rule, parsed_findings)
 
 
 MACHINE_RULES = [  # (flags, machine, processes) that break a rule and that do not

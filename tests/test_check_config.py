@@ -20,6 +20,7 @@ from harness.parsing import parse_args, read_yaml
 from tests.checking import AMPERE, CPU, ROOT, fsdp, optimizer, run_findings, zero
 
 JSON_FILE = str(ROOT / "ds_configs" / "zero3.json")
+FSDP_FILE = str(ROOT / "fsdp_configs" / "full_shard.yaml")
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4, 8])
@@ -69,12 +70,13 @@ def test_a_command_for_two_machines(
 
 def test_the_checks_import_no_torch() -> None:
     code = (
-        "import sys; from harness.check_config import main; code = main(['--deepspeed', 'ds_configs/zero3.json', '--config_file',"
-        " 'fsdp_configs/full_shard.yaml', '--num_processes', '2']); assert 'torch' not in sys.modules, 'torch'; sys.exit(code)"
+        "import sys; from harness.check_config import main; code = main(['--deepspeed', 'ds_configs/zero3.json',"
+        " '--num_processes', '2']) or main(['--config_file', 'fsdp_configs/full_shard.yaml', '--num_processes', '2']);"
+        " assert 'torch' not in sys.modules, 'torch'; sys.exit(code)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("0 errors, 0 warnings, 0 infos\n")
+    assert result.stdout == "0 errors, 0 warnings, 0 infos\n" * 2
 
 
 # ---------------------------------------------------------------- one dictionary
@@ -135,6 +137,33 @@ def test_command_on_files_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     hosts.write_text("node-a slots=2\n")
     assert command(capsys, "--hostfile", str(hosts), "--deepspeed", JSON_FILE)[0] == 0
     assert command(capsys, "--hostfile", str(tmp_path / "none"))[0] == 2
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_a_number_of_processes_below_one(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = f"  error   --num_processes: must be at least 1, not {count} -> --num_processes 1, or leave it out"
+    for tokens in (("--deepspeed", JSON_FILE), ("--config_file", FSDP_FILE), ("--model_type", "llama", "--output_dir", "out")):
+        code, text = command(capsys, *tokens, "--num_processes", count)
+        assert code == 2 and [line for line in text.splitlines() if line.startswith("  error")] == [wrong]
+    script = str(ROOT / "harness" / "check_config.py")
+    for launch in (f"accelerate launch --config_file {FSDP_FILE} --num_processes", "torchrun --nproc_per_node"):
+        code, text = command(capsys, "--", *launch.split(), count, script, "--model_type", "llama", "--output_dir", "out")
+        assert code == 2 and [line.split(":")[1] for line in text.splitlines() if line.startswith("  error")] == [
+            f" must be at least 1, not {count} -> {launch.split()[-1]} 1, or leave it out"
+        ]
+
+
+def test_two_files_for_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    two = "  error   --deepspeed: asks for ZeRO and accelerate's YAML (distributed_type: FSDP) for FSDP -> keep one of the two"
+    files = ("--deepspeed", JSON_FILE, "--config_file", FSDP_FILE, "--num_processes", "2")
+    assert command(capsys, *files) == (2, f"{two}\n1 errors, 0 warnings, 0 infos\n")
+    script = str(ROOT / "harness" / "check_config.py")
+    code, text = command(
+        capsys, "--", "accelerate", "launch", "--config_file", FSDP_FILE, "--num_processes", "2", script, "--deepspeed", JSON_FILE
+    )
+    assert code == 2 and two not in text and "--model_name_or_path: no model was given" in text  # the command starts a run without a model
+    code, text = command(capsys, *files, "--model_type", "llama", "--output_dir", "out")
+    assert code == 2 and two in text.splitlines()
 
 
 def test_command_on_a_run_and_its_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -68,6 +68,23 @@ LAUNCH_RULES = [
         f"accelerate launch --num_processes 16 {SCRIPT}",
         f"accelerate launch --num_processes 16 --num_machines 2 {SCRIPT}",
     ),
+    Rule(
+        "--nproc_per_node",
+        "error",
+        "must be at least 1, not 0",
+        f"torchrun --nproc_per_node 0 {SCRIPT}",
+        f"torchrun --nproc_per_node gpu {SCRIPT}",
+    ),
+    Rule("--nnodes", "error", "must be at least 1, not 0", f"torchrun --nnodes=0 {SCRIPT}", f"torchrun --nnodes=1:4 {SCRIPT}"),
+    Rule("--num_gpus", "error", "must be at least 1, not 0", f"deepspeed --num_gpus 0 {SCRIPT}", f"deepspeed --num_gpus -1 {SCRIPT}"),
+    Rule("--num_nodes", "error", "must be at least 1, not -2", f"deepspeed --num_nodes -2 {SCRIPT}", f"deepspeed --num_nodes 1 {SCRIPT}"),
+    Rule(
+        "--num_processes",
+        "error",
+        "must be at least 1, not -3",
+        f"accelerate launch --num_processes -3 {SCRIPT}",
+        f"accelerate launch --num_processes 3 {SCRIPT}",
+    ),
     Rule("command", "error", "names no script", "torchrun --nproc_per_node 2", f"torchrun --nproc_per_node 2 {SCRIPT}"),
     Rule(
         "command",
@@ -207,6 +224,7 @@ def test_options_must_fit_the_hostfile(tmp_path: Path, options: str, key: str | 
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 ENVIRONMENT_RULES = [
+    Rule("WORLD_SIZE", "error", "must be at least 1, not 0", RANK | {"WORLD_SIZE": "0"}, RANK),
     Rule(
         "PYTORCH_ALLOC_CONF",
         "warning",
