@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import fcntl
 import importlib.metadata
 import json
@@ -101,7 +102,9 @@ def locked(folder: Path) -> Iterator[None]:
                 "wait, or use another folder",
             ) from None
         file.truncate(0)
-        file.write(f"pid {os.getpid()} on {platform.node()} since {time.time():.3f}")
+        # Milliseconds, because a job is told from the one before by this mark; the offset, because nodes may keep different time zones.
+        now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="milliseconds")
+        file.write(f"pid {os.getpid()} on {platform.node()} since {now}")
         file.flush()
         yield
 
@@ -254,7 +257,7 @@ def environment() -> dict[str, Any]:
 
 def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, default=str), encoding="utf-8")
+    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 
 
@@ -292,7 +295,7 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
         return
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(report, file)
+            file.write(json.dumps(report) + "\n")
     except OSError:  # a full disk: no report rather than an empty one
         with contextlib.suppress(OSError):
             path.unlink()

@@ -277,7 +277,11 @@ def test_the_report_of_an_end_that_has_no_room_is_left_out(tmp_path: Path) -> No
         assert names(disk) == ["full"]
         (disk / "full").unlink()
         run_folder.record_exit(disk, 1, "killed")
-        assert json.loads((disk / "exit.json").read_text())["reason"] == "killed"
+        report = (disk / "exit.json").read_text()
+        assert json.loads(report)["reason"] == "killed" and report.endswith("}\n")
+        run_folder.add_ranks(disk, {"0": "main"}, 0.0)
+        report = (disk / "exit.json").read_text()
+        assert json.loads(report)["ranks"] == {"0": "main"} and report.endswith("}\n")
 
 
 def test_a_save_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -193,7 +194,9 @@ def test_a_folder_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) ->
         folder.mkdir()
     with run_folder.locked(shared):
         mark = run_folder.mark_of(shared)
-        assert mark.startswith(f"pid {os.getpid()} on ")
+        assert re.fullmatch(rf"pid {os.getpid()} on .+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{{3}}[+-]\d\d:\d\d", mark)
+        with pytest.raises(UserError, match=re.escape(f"another run is writing to {shared} ({mark})")), run_folder.locked(shared):
+            pass
         job.check_shared(shared, OneOfTwo(0, True, "", [None]), 0.1)  # type: ignore[arg-type]
         job.check_shared(shared, OneOfTwo(1, True, mark, [None]), 0.1)  # type: ignore[arg-type]
         job.check_shared(own, OneOfTwo(1, False, mark, [None]), 0.1)  # type: ignore[arg-type]  # its node's first process looks

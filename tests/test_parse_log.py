@@ -517,13 +517,14 @@ def test_main_names_what_is_wrong(tmp_path: Path, capsys: Any) -> None:
     assert "does not know los -> choose from loss" in capsys.readouterr().err
 
 
+PLOT_FIX = f"choose from {', '.join(parse_log.PLOTS)}; --png FILE is where the picture goes"
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (
-            "my-plot.png",
-            f"--plot: does not know my-plot.png -> choose from {', '.join(parse_log.PLOTS)}; --png FILE is where the picture goes",
-        ),
+        ("my-plot.png", f"--plot: does not know my-plot.png -> {PLOT_FIX}"),
+        (",", f"--plot: names nothing to draw -> {PLOT_FIX}"),
         ("mfu", "--plot: found no mfu in these logs"),
     ],
 )
