@@ -45,6 +45,10 @@ _SCHEDULE_NEEDS = {
 _DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half"), "auto": ()}
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml"}
 _WEIGHT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Flags of harness.args.DeviceMapArguments that choose no map but shape it.
+_MAP_ONLY = frozenset(
+    ["force_balance", "exclude_cpu", "min_memory_gb", "balance_threshold", "max_memory", "offload_folder", "in_flight_micro_batches"]
+)
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -135,7 +139,7 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
         *_data_findings(args, facts, machine),
         *_folder_findings(args, facts),
         *_tracker_findings(args),
-        *_no_effect_findings(args, engine),
+        *_no_effect_findings(args, engine, num_processes, machine),
     ]
 
 
@@ -406,10 +410,14 @@ def _tracker_findings(args: Arguments) -> Iterator[Finding]:
             )
 
 
-def _no_effect_findings(args: Arguments, engine: str) -> Iterator[Finding]:
+def _no_effect_findings(args: Arguments, engine: str, num_processes: int, machine: Machine) -> Iterator[Finding]:
     for name in ("ddp_find_unused_parameters", "ddp_bucket_cap_mb"):
         if name in args.typed and engine != "ddp":
             yield Finding("info", f"--{name}", f"has no effect with the {engine} engine", "remove it")
+    # One process that sees several cards gets a map without asking for one.
+    if engine in ("fsdp", "zero") or (engine == "ddp" and (num_processes > 1 or len(machine.gpus) < 2)):
+        for name in sorted(args.typed & _MAP_ONLY):
+            yield Finding("info", f"--{name}", f"has no effect with the {engine} engine: it is for device maps", "remove it")
     if "gpu_memory" in args.typed and engine == "device_map":
         yield Finding("warning", "--gpu_memory", "has no effect on a device map", f"--max_memory {args.train.gpu_memory}")
     if args.train.activation_offload and engine == "device_map":

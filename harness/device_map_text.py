@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.findings import Finding, UserError, user_error
-from harness.partition import OFF_CARD, Device, parse_size
+from harness.partition import OFF_CARD, Device, normal_device, parse_size
 from harness.user_files import parse_json, read_user_text
 
 DEVICE_MAPS: tuple[str, ...] = ("auto", "balanced", "balanced_low_0", "sequential", "dynamic", "cpu")
@@ -73,7 +73,7 @@ def read_device_map(text: str) -> dict[str, Any]:
     """A map written as JSON, in place or in a file: module names and devices.
 
     Raises:
-        UserError: unreadable, no JSON object, or a device that is neither a number nor a name.
+        UserError: unreadable, no JSON object, or a device that is neither a card nor cpu nor disk.
     """
     key = "--device_map"
     if not text.startswith("{"):
@@ -85,12 +85,20 @@ def read_device_map(text: str) -> dict[str, Any]:
         raise user_error(key, f"is not JSON: {where}", 'quote it: \'{"model": 0, "lm_head": 1}\'') from None
     if not isinstance(values, dict) or not values:
         raise user_error(key, "must be a JSON object of modules and devices", 'write \'{"model": 0, "lm_head": 1}\'')
-    wrong = {name: value for name, value in values.items() if isinstance(value, bool) or not isinstance(value, (int, str))}
+    wrong = {name: value for name, value in values.items() if not _is_device(value)}
     if wrong:
         raise UserError(
-            Finding("error", key, f"{name}: {value!r} is not a device", "use a card's number, cpu or disk") for name, value in wrong.items()
+            Finding("error", key, f"{name}: {value!r} is not a device", "use a card's number, cuda:N, cpu or disk")
+            for name, value in wrong.items()
         )
     return values
+
+
+def _is_device(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        return False
+    device = normal_device(value)
+    return device in OFF_CARD or (isinstance(device, int) and device >= 0)
 
 
 def refuse_in_launch(device_map: str | None, num_processes: int) -> list[Finding]:

@@ -207,7 +207,8 @@ def to_fsdp2(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
         changed.append("fsdp_version")
         reshard_text = fsdp.get("fsdp_reshard_after_forward")
         named = fsdp.get("fsdp_sharding_strategy", reshard_text if not isinstance(reshard_text, bool) else None)
-        strategy, reshard = _from_fsdp1(str(named if named is not None else "FULL_SHARD"))
+        key = "fsdp_sharding_strategy" if "fsdp_sharding_strategy" in fsdp else "fsdp_reshard_after_forward"
+        strategy, reshard = _from_fsdp1(str(named if named is not None else "FULL_SHARD"), key)
         fsdp["fsdp_version"], fsdp["fsdp_reshard_after_forward"] = 2, reshard
         if strategy == "hybrid_shard" and "parallelism_config" not in result:
             result["parallelism_config"] = {"parallelism_config_dp_replicate_size": -1, "parallelism_config_dp_shard_size": -1}
@@ -226,18 +227,18 @@ def to_fsdp2(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     return result, [Finding("info", "fsdp_version", what, "write fsdp_version: 2 to be rid of this line")]
 
 
-def _from_fsdp1(text: str) -> tuple[ShardingStrategy, bool]:
+def _from_fsdp1(text: str, key: str = "fsdp_sharding_strategy") -> tuple[ShardingStrategy, bool]:
+    """Strategy and resharding of a name or number of FSDP1, which older files have in `fsdp_reshard_after_forward` too."""
     name = text.upper()
     if name.isdigit() and 1 <= int(name) <= len(_FSDP1_STRATEGIES):
         name = _FSDP1_STRATEGIES[int(name) - 1]
     if name in ("TRUE", "FALSE"):
         return ("full_shard", True) if name == "TRUE" else ("shard_grad_op", False)
     if name == "NO_SHARD":
-        raise user_error(
-            "fsdp_sharding_strategy", "NO_SHARD keeps the whole model on every card: that is DDP", "use distributed_type: MULTI_GPU"
-        )
+        raise user_error(key, "NO_SHARD keeps the whole model on every card: that is DDP", "use distributed_type: MULTI_GPU")
     if name not in _STRATEGIES:
-        raise user_error("fsdp_sharding_strategy", f"{text} is not known", "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD")
+        fix = "true or false" if key == "fsdp_reshard_after_forward" else "FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD"
+        raise user_error(key, f"{text} is not known", fix)
     return _STRATEGIES[name]
 
 
@@ -258,7 +259,7 @@ def _strategy_of(environ: Mapping[str, str], problems: list[Finding]) -> tuple[S
             reshard = reshard_text.lower() in _TRUE
             strategy = "full_shard" if reshard else "shard_grad_op"
         else:
-            strategy, reshard = _from_fsdp1(reshard_text)
+            strategy, reshard = _from_fsdp1(reshard_text, "fsdp_reshard_after_forward")
     except UserError as error:
         problems += error.findings
     if version == "1":

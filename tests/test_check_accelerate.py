@@ -111,6 +111,23 @@ ACCELERATE_RULES = [
         fsdp(version=1, sharding_strategy="NO_SHARD"),
         fsdp(version=1, sharding_strategy="FULL_SHARD"),
     ),
+    *[
+        Rule(
+            "fsdp_reshard_after_forward",
+            "error",
+            "maybe is not known -> true or false",
+            fsdp(version=version, reshard_after_forward="maybe"),
+            fsdp(version=version, reshard_after_forward=False),
+        )
+        for version in (1, 2)
+    ],
+    Rule(
+        "fsdp_sharding_strategy",
+        "error",
+        "maybe is not known -> FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD",
+        fsdp(version=1, sharding_strategy="maybe"),
+        fsdp(version=1, sharding_strategy=2),
+    ),
     Rule("fsdp_version", "error", "3 does not exist", fsdp(version=3), fsdp(version=2)),
     Rule("fsdp_offload_params", "error", "neither true nor false", fsdp(offload_params="maybe"), fsdp(offload_params="true")),
     Rule(

@@ -154,6 +154,15 @@ ARGUMENT_RULES = [
         "--gpu_memory 20GiB --device_map dynamic",
         "--gpu_memory 20GiB",
     ),
+    Rule("--max_memory", "info", "with the ddp engine: it is for device maps", "--max_memory 20GB", "--max_memory 20GB --device_map auto"),
+    Rule("--min_memory_gb", "info", "with the fsdp engine", "--min_memory_gb 4 --fsdp full_shard", "--fsdp full_shard"),
+    Rule(
+        "--in_flight_micro_batches",
+        "info",
+        "with the zero engine",
+        f"--in_flight_micro_batches 2 --deepspeed {ROOT}/ds_configs/zero1.json",
+        f"--deepspeed {ROOT}/ds_configs/zero1.json",
+    ),
     Rule(
         "--nvme_path",
         "warning",
@@ -199,6 +208,26 @@ ARGUMENT_RULES = [
         '--optim sgd --deepspeed \'{"zero_optimization": {"stage": 2}}\'',
     ),
 ]
+
+
+def test_a_map_with_a_device_that_there_is_none_of() -> None:
+    rule = Rule(
+        "--device_map",
+        "error",
+        "model: 'cuda:zero' is not a device -> use a card's number, cuda:N, cpu or disk",
+        '--device_map \'{"model": "cuda:zero", "lm_head": "cpu"}\'',
+        '--device_map \'{"model": "cuda:0", "lm_head": "cpu", "a": 1, "b": "1", "c": "cuda", "d": "disk"}\'',
+    )
+    check_both(rule, lambda flags: parsed_findings(flags, num_processes=1))
+    negative = parsed_findings('--device_map \'{"model": -1, "lm_head": "gpu0"}\'', num_processes=1)
+    assert [each.message for each in negative] == ["model: -1 is not a device", "lm_head: 'gpu0' is not a device"]
+
+
+def test_one_process_with_several_cards_has_a_map_without_asking() -> None:
+    assert [each.key for each in run_findings("--max_memory 20GB", num_processes=1, machine=VOLTA) if each.key == "--max_memory"] == []
+    one_card = dataclasses.replace(VOLTA, gpus=VOLTA.gpus[:1])
+    (finding,) = (each for each in run_findings("--max_memory 20GB", num_processes=1, machine=one_card) if each.key == "--max_memory")
+    assert finding.severity == "info"
 
 
 @pytest.mark.parametrize("rule", ARGUMENT_RULES, ids=rule_id)
