@@ -20,7 +20,7 @@ import torch
 
 from harness import device_map_text
 from harness.args import DeviceMapArguments, ModelArguments
-from harness.findings import UserError, format_findings, user_error
+from harness.findings import FindingParser, UserError, format_findings, user_error
 from harness.model_units import MapJob, describe_components, device_of, find_units
 from harness.modeling import load_config
 from harness.partition import OFF_CARD, Device, format_gib, parse_size, pipeline_speedup
@@ -247,9 +247,12 @@ def parse_gpus(text: str) -> list[int]:
     return cards
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harness.device_maps", description="Plan a device map without GPUs.", allow_abbrev=False)
-    parser.add_argument("--model", "--model_name_or_path", required=True, help="config.json, model folder or hub name")
+def parser() -> argparse.ArgumentParser:
+    """The flags of a plan of a device map."""
+    parser = FindingParser(prog="harness plan", description="Plan a device map without GPUs.", allow_abbrev=False)
+    parser.add_argument(
+        "--model", "--model_name_or_path", "--config_name", dest="model", required=True, help="config.json, model folder or hub name"
+    )
     parser.add_argument("--engine", choices=["device_map"], default="device_map", help="the only one for unequal cards in one process")
     parser.add_argument("--gpus", required=True, help="memory of each card: 24GB,24GB,12GB or 4x80GB")
     parser.add_argument("--device_map", "--device-map", default="dynamic", help="strategy, or a map as JSON")
@@ -272,7 +275,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a planned map; exit code 2 for wrong input or a model that does not fit."""
-    options = _parser().parse_args(argv)
+    try:
+        return _plan(parser().parse_args(argv))
+    except UserError as error:
+        print(format_findings(error.findings), file=sys.stderr)
+        return 2
+
+
+def _plan(options: argparse.Namespace) -> int:
     job = MapJob(
         # AdamW in float32: 4 bytes of gradient and 8 of state; a weight kept in 16 bits has a gradient of 2 and states of 2 each.
         training_bytes_per_param=0.0 if options.inference else (12.0 if options.dtype == "float32" else 6.0),
@@ -288,16 +298,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         balance_threshold=options.balance_threshold,
         max_memory=options.max_memory,
     )
-    try:
-        problems = device_map_text.check_device_map_text(options.device_map)
-        if problems:
-            raise UserError(problems)
-        config = load_config(ModelArguments(model_name_or_path=options.model))
-        dtype = getattr(torch, options.dtype)
-        plan = plan_device_map(config, parse_gpus(options.gpus), strategy=options.device_map, flags=flags, job=job, dtype=dtype)
-    except UserError as error:
-        print(format_findings(error.findings), file=sys.stderr)
-        return 2
+    problems = device_map_text.check_device_map_text(options.device_map)
+    if problems:
+        raise UserError(problems)
+    config = load_config(ModelArguments(model_name_or_path=options.model))
+    dtype = getattr(torch, options.dtype)
+    plan = plan_device_map(config, parse_gpus(options.gpus), strategy=options.device_map, flags=flags, job=job, dtype=dtype)
     with contextlib.suppress(BrokenPipeError):
         print(json.dumps(plan.to_dict(), indent=2) if options.json else plan.text())
     return 0

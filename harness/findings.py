@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, NoReturn
 
 Severity = Literal["error", "warning", "info"]
 _ORDER: dict[str, int] = {"error": 0, "warning": 1, "info": 2}
@@ -46,6 +47,22 @@ class UserError(ValueError):
 def user_error(key: str, message: str, fix: str = "") -> UserError:
     """A `UserError` of one finding."""
     return UserError(Finding("error", key, message, fix))
+
+
+class FindingParser(argparse.ArgumentParser):
+    """An argument parser whose errors are `UserError`s, so that a command says them like everything else that is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a finding for each argument that is missing, or one for what else is wrong.
+
+        Raises:
+            UserError: always.
+        """
+        what, _, rest = message.removeprefix("argument ").partition(": ")
+        fix = f"see {self.prog} --help"
+        if what == "the following arguments are required":
+            raise UserError([Finding("error", name.split("/")[0], "is required", fix) for name in rest.split(", ")])
+        raise user_error(what.split("/")[0], rest, fix) if rest else user_error(self.prog, message, fix)
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:

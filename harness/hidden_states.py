@@ -32,10 +32,10 @@ from harness import device_map_text
 from harness.args import DeviceMapArguments, ModelArguments
 from harness.device_maps import load_model
 from harness.file_modes import give_usual_mode
-from harness.findings import Finding, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.model_files import is_inside
 from harness.model_units import block_classes, find_units
-from harness.modeling import load_config
+from harness.modeling import load_config, load_tokenizer
 from harness.partition import Device
 from harness.placement import free_memory, get_model_input_device, meta_model, torch_device
 from harness.user_files import parse_json, read_user_text
@@ -263,13 +263,10 @@ def read_prompts(path: str | None) -> list[str]:
 
 def _token_ids(options: argparse.Namespace, vocab_size: int) -> list[Tensor]:
     """Token ids of each prompt, (1, tokens)."""
-    from transformers import AutoTokenizer
-
     prompts = read_prompts(options.prompts)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(options.model, revision=options.revision)
-    except (OSError, ValueError) as error:
-        raise user_error("--model", f"no tokenizer in {options.model}: {str(error).splitlines()[0]}", "copy the tokenizer there") from None
+    tokenizer = load_tokenizer(
+        ModelArguments(model_name_or_path=options.model, model_revision=options.revision, tokenizer_name=options.tokenizer_name)
+    )
     encoded = [tokenizer(prompt, return_tensors="pt")["input_ids"][:, : options.max_length] for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         if ids.numel() == 0 or int(ids.max()) >= vocab_size:
@@ -448,7 +445,7 @@ def _input_states(options: argparse.Namespace, config: Any, layer: int, dtype: t
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harness layers", description="Hidden states of every layer of a model.", allow_abbrev=False)
+    parser = FindingParser(prog="harness layers", description="Hidden states of every layer of a model.", allow_abbrev=False)
 
     def flag(name: str, **settings: Any) -> None:
         parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), **settings)
@@ -463,6 +460,7 @@ def _parser() -> argparse.ArgumentParser:
     flag("output", required=True, help="folder for the states")
     flag("test_type", choices=["single", "multi", "full", "extract-all"], default="extract-all", help="one layer alone, some, logits, all")
     flag("layers", default=None, help="0,5,10-20; 0 is the embedding's output, n what block n-1 puts out")
+    flag("tokenizer_name", default=None, help="tokenizer, if not the model's; 'bytes' is a built-in byte tokenizer")
     flag("prompts", default=None, help="text file, one prompt a line")
     flag("max_length", type=int, default=2048, help="tokens of a prompt that are used")
     flag("inputs", default=None, help="single: folder with the states of the layer before")
@@ -521,10 +519,9 @@ def run(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 for a state that cannot be right, 2 for wrong input."""
-    options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        return run(options)
+        return run(_parser().parse_args(argv))
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2

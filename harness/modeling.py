@@ -79,7 +79,8 @@ def load_tokenizer(args: ModelArguments) -> Any:
             name, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise user_error("--tokenizer_name", f"no tokenizer in {name}: {str(error).splitlines()[0]}", "check the path or name") from None
+        fix = "check the path or name, or give --tokenizer_name bytes"
+        raise user_error("--tokenizer_name", f"no tokenizer in {name}: {str(error).splitlines()[0]}", fix) from None
 
 
 # ------------------------------------------------------------------------------------------------------------------- config

@@ -19,7 +19,7 @@ from typing import Any
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
 from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, known_card
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
-from harness.findings import Finding, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.ladder import MemorySettings
 from harness.machine import Machine, detect_machine
 from harness.memory import machine_factors, measure
@@ -31,12 +31,8 @@ from harness.step_time import Hardware
 
 
 def _parser() -> argparse.ArgumentParser:
-    class Raising(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:  # type: ignore[override]
-            key, _, rest = message.removeprefix("argument ").partition(": ")
-            raise user_error(key.split("/")[0], rest or message, "see harness plan --help") if rest else user_error("harness plan", message)
-
-    parser = Raising(prog="harness plan", allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = FindingParser(prog="harness plan", allow_abbrev=False, description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--model", "--model_name_or_path", "--config_name", dest="model", help="folder, config.json, or hub name in the local cache")
     add("--model_type", help="an architecture's default config instead")
@@ -360,13 +356,34 @@ def to_json(measured: Measured, hardware: Hardware, plans: Sequence[tuple[str, E
     return values
 
 
+def _plan_device_map(tokens: Sequence[str]) -> int:
+    """The plan for --gpus; an engine, or a flag that only engines have, is wrong beside it."""
+    from harness import device_maps
+
+    names = [token.partition("=")[0].replace("-", "_").replace("__", "--", 1) for token in tokens]
+    values = dict(zip(names, _values(tokens), strict=True))
+    of_maps, of_engines = (
+        {flag for action in each._actions for flag in action.option_strings} for each in (device_maps.parser(), _parser())
+    )
+    wrong = [f"--engine {values['--engine']}"] if values.get("--engine", "device_map") != "device_map" else []
+    wrong += dict.fromkeys(name for name in names if name in of_engines - of_maps)
+    if wrong:
+        message = "plans device maps; --gpu_memory with --num_gpus plans engines"
+        print(format_findings([Finding("error", "--gpus", message, f"leave out --gpus, or {', '.join(wrong)}")]), file=sys.stderr)
+        return 2
+    return device_maps.main(tokens)
+
+
+def _values(tokens: Sequence[str]) -> list[str]:
+    """What each token, taken as a flag, would have as its value."""
+    return [token.partition("=")[2] or following for token, following in zip(tokens, [*tokens[1:], ""], strict=True)]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a plan. Returns 0, 1 where nothing fits, 2 for wrong input. With --gpus it is a device map's, for unequal cards."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     if any(token.split("=", 1)[0] == "--gpus" for token in tokens):
-        from harness import device_maps
-
-        return device_maps.main(tokens)
+        return _plan_device_map(tokens)
     try:
         options = parse(tokens)
         measured, hardware, plans = make_plans(options, detect_machine())

@@ -191,6 +191,26 @@ def test_wrong_input(models: dict[str, tuple[Path, Any]], flags: list[str], mess
     assert not (tmp_path / "out" / MANIFEST).exists()
 
 
+def test_a_model_without_a_tokenizer_takes_another(models: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "prompts.txt"):
+        (folder / name).write_bytes((models["llama"][0] / name).read_bytes())
+    assert _layers(folder, tmp_path / "none") == 2
+    message = capsys.readouterr().err
+    assert f"--tokenizer_name: no tokenizer in {folder}: " in message and "or give --tokenizer_name bytes" in message
+    for name in ("bytes", str(models["llama"][0])):
+        assert _layers(folder, tmp_path / "out", "--tokenizer-name", name, "--layers", "0") == 0
+        ids = StateFolder(tmp_path / "out", "").manifest["token_ids"]
+        assert [len(each) for each in ids] == [len(prompt) for prompt in PROMPTS]
+
+
+def test_missing_arguments_are_named_as_findings(capsys: Any) -> None:
+    assert main([]) == 2
+    expected = [f"  error   --{name}: is required -> see harness layers --help" for name in ("model", "output")]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
 def test_quantised_weights_are_refused_without_the_package_or_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,12 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("--model a --engine ddp --param_offload cpu", "--param_offload: ddp keeps whole weights on the card"),
         ("--model a --lora_r 0", "--lora_r: must be at least 1, not 0"),
         ("--model a --gpu_mem 80GB", "unrecognized arguments: --gpu_mem 80GB"),
+        (
+            "--gpus 24GB --engine zero3 --model a --gpu-memory=80GB",
+            "  error   --gpus: plans device maps; --gpu_memory with --num_gpus plans engines"
+            " -> leave out --gpus, or --engine zero3, --gpu_memory",
+        ),
+        ("--gpus=24GB --engine device_map", "  error   --model: is required -> see harness plan --help"),
     ],
 )
 def test_nonsense_is_one_clear_message(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
