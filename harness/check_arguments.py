@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.args import Arguments
 from harness.findings import Finding
+from harness.host_checks import size_text
 from harness.machine import GIB, Machine
 from harness.model_files import impossible_sizes, names_a_path
 from harness.node_facts import num_local_processes
@@ -389,7 +390,7 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
             free = shutil.disk_usage(existing).free
             needed = 16 * (facts.num_params or 0) + GIB // 4  # a checkpoint (fp32 and Adam) and final/
             if free < needed:
-                message = f"{free / GIB:.1f} GiB are free at {existing}, and one checkpoint needs about {needed / GIB:.1f} GiB"
+                message = f"{size_text(free)} are free at {existing}, and one checkpoint needs about {size_text(needed)}"
                 yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
     resume = train.resume_from_checkpoint
     if resume and resume.lower() not in ("auto", "latest", "true") and not Path(resume).is_dir():

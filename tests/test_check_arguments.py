@@ -373,8 +373,9 @@ def test_offload_must_fit_the_host(tmp_path: Path) -> None:
 def test_disk_too_small_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 1e9 parameters: 16 bytes each in a checkpoint with Adam's state and final/, and a quarter of a GiB for the rest.
     flags = f"--model_name_or_path {model_folder(tmp_path / 'm', num_bytes=2 * 10**9, dtype='bfloat16')} --output_dir {tmp_path}/out"
-    for free_gib, expected in ((15, ["15.0 GiB are free at " + str(tmp_path) + ", and one checkpoint needs about 15.2 GiB"]), (16, [])):
-        usage = shutil.disk_usage(tmp_path)._replace(free=free_gib * GIB)
+    where = f"are free at {tmp_path}, and one checkpoint needs about 15.2 GiB"
+    for free_gib, expected in ((15, [f"15.0 GiB {where}"]), (12 / 1024, [f"12 MiB {where}"]), (16, [])):
+        usage = shutil.disk_usage(tmp_path)._replace(free=int(free_gib * GIB))
         monkeypatch.setattr("harness.check_arguments.shutil.disk_usage", lambda path, usage=usage: usage)
         assert [finding.message for finding in run_findings(flags) if finding.key == "--output_dir"] == expected
 
