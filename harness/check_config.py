@@ -39,6 +39,7 @@ from harness.templates import (
     load_deepspeed_template,
     resolve_deepspeed_config,
 )
+from harness.user_files import refuse_other_kind
 
 # Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 16, 2
@@ -266,9 +267,9 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
     )
     args = _collect(findings, parse_args, run_tokens) if asks_for_run else None
     if options.config_file and Path(options.config_file).is_file():
-        yaml_config = _collect(findings, read_yaml, options.config_file, "--config_file")
+        yaml_config = _collect(findings, _read_accelerate, options.config_file)
         if yaml_config is not None:
-            model_type = model_facts(args).model_type if args else None
+            model_type = model_facts(args or _only_model(run_tokens)).model_type
             yaml_config |= _machine_options(launch)
             count = yaml_config.get("num_machines")
             num_machines = count if isinstance(count, int) and count > 0 else num_machines
@@ -311,6 +312,24 @@ def _collect(findings: list[Finding], function: Any, *values: Any) -> Any:
     except UserError as error:
         findings += error.findings
         return None
+
+
+def _read_accelerate(path: str) -> dict[str, Any]:
+    values = read_yaml(path, "--config_file")
+    refuse_other_kind(values, "--config_file", path)
+    return values
+
+
+def _only_model(run_tokens: Sequence[str]) -> Arguments:
+    """Which model is meant, where the command as a whole is refused: the names of its layers are checked all the same."""
+    args = Arguments()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for name in ("model_type", "model_name_or_path", "config_name"):
+        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    named, _ = parser.parse_known_args(list(run_tokens), namespace=argparse.Namespace())
+    for name, value in vars(named).items():
+        setattr(args.model, name, value)
+    return args
 
 
 def _only_deepspeed(path: str) -> Arguments:

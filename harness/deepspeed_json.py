@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from harness.findings import Finding, UserError, user_error
-from harness.user_files import json_problem, parse_json, read_user_text
+from harness.user_files import json_problem, parse_json, parse_yaml, read_user_text, refuse_other_kind
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Where "auto" is a value DeepSpeed itself understands.
@@ -30,7 +30,7 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
     """A DeepSpeed JSON file, or the JSON text itself where the value starts with a brace.
 
     Raises:
-        UserError: not there, not UTF-8, not JSON (with line and column), a key twice (with both lines), or not an object.
+        UserError: not there, not UTF-8, not JSON (with line and column), of another kind, a key twice (with both lines), or not an object.
     """
     text, name = str(path), "the JSON text"
     if not text.lstrip().startswith("{"):
@@ -49,6 +49,8 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
     try:
         values = parse_json(text, object_pairs_hook=no_duplicates)
     except ValueError as error:
+        if name != "the JSON text":
+            _refuse_yaml_of_another_kind(text, name)
         fix = "JSON has no comments, no trailing commas and double quotes only"
         raise user_error("--deepspeed", f"{name} {json_problem(error)}", fix) from None
     if duplicates:
@@ -58,7 +60,17 @@ def read_deepspeed_config(path: str | Path) -> dict[str, Any]:
         )
     if not isinstance(values, dict):
         raise user_error("--deepspeed", f"{name} holds a {type(values).__name__}, not an object", 'it must start with "{"')
+    refuse_other_kind(values, "--deepspeed", name)
     return without_nulls(values)
+
+
+def _refuse_yaml_of_another_kind(text: str, path: str) -> None:
+    try:
+        values = parse_yaml(text)
+    except ValueError:
+        return
+    if isinstance(values, dict):
+        refuse_other_kind(values, "--deepspeed", path)
 
 
 def _lines_of_duplicates(text: str, key: str) -> str:

@@ -24,7 +24,7 @@ from harness import hf_names
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import resolve
 from harness.findings import Finding, UserError, user_error
-from harness.user_files import parse_yaml, read_user_text
+from harness.user_files import parse_yaml, read_user_text, refuse_other_kind
 
 # What a wrong value should have been, by the function that reads it.
 _KINDS = {"int": "a whole number", "whole_number": "a whole number", "float": "a number", "string_to_bool": "true or false"}
@@ -174,6 +174,8 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     """
     tokens, config_path = _split_config(argv)
     from_file: dict[str, Any] = read_yaml(config_path) if config_path else {}
+    if config_path:
+        refuse_other_kind(from_file, "--config", config_path)
     translated, notes = hf_names.translate(tokens_of(from_file) + tokens, argument_names())
     namespace, typed, wrong = _Parser().parse(translated)
     problems = [note for note in notes if note.severity == "error"] + wrong

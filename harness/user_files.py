@@ -7,6 +7,7 @@ RecursionError, and PyYAML's constructors let through what Python says about a d
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,27 @@ def read_user_text(path: str | Path, key: str, fix: str = "give the path of an e
         raise user_error(key, f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
     except ValueError as error:  # a null character in the name
         raise user_error(key, f"cannot read {str(path)!r}: {error}", fix) from None
+
+
+# Keys that only one kind of file has, and the flag that takes this kind.
+_KINDS: dict[str, tuple[str, frozenset[str]]] = {
+    "--config_file": ("an accelerate YAML", frozenset(["distributed_type", "compute_environment"])),
+    "--deepspeed": ("a DeepSpeed JSON", frozenset(["zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"])),
+    "--config": ("a file with a run's arguments", frozenset(["output_dir", "model_name_or_path"])),
+}
+
+
+def refuse_other_kind(values: Mapping[str, Any], key: str, path: str | Path) -> None:
+    """Refuses settings that were given to the wrong one of `--config`, `--config_file` and `--deepspeed`, where their keys show it.
+
+    Raises:
+        UserError: one finding, instead of one for each key that the right reader would know.
+    """
+    if _KINDS[key][1] & set(values):
+        return
+    for flag, (what, marks) in _KINDS.items():
+        if flag != key and marks & set(values):
+            raise user_error(key, f"{path} is {what}, not {_KINDS[key][0]}", f"{flag} {path}")
 
 
 def parse_json(text: str, **options: Any) -> Any:

@@ -166,6 +166,31 @@ def test_two_files_for_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and two in text.splitlines()
 
 
+def test_a_file_of_another_kind_is_one_finding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("model_type: llama\noutput_dir: out\n")
+    as_json = tmp_path / "accelerate.json"
+    as_json.write_text(json.dumps(fsdp()))
+    kinds = {"--deepspeed": "a DeepSpeed JSON", "--config_file": "an accelerate YAML", "--config": "a file with a run's arguments"}
+    files = {"--deepspeed": [JSON_FILE], "--config_file": [FSDP_FILE, str(as_json)], "--config": [str(run)]}
+    for flag in kinds:
+        for right, paths in files.items():
+            for path in paths:
+                code, text = command(capsys, flag, path, "--num_processes", "2")
+                wrong = [f"  error   {flag}: {path} is {kinds[right]}, not {kinds[flag]} -> {right} {path}"] if flag != right else []
+                assert ([line for line in text.splitlines() if line.startswith("  error")], code) == (wrong, 2 if wrong else 0)
+
+
+def test_a_wrong_layer_is_named_beside_another_mistake(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    right = "LlamaDecoderLayer (or leave it out: the harness asks the model)"
+    line = f"{'  error   '}fsdp_config.fsdp_transformer_layer_cls_to_wrap: LlamaLayer is no class of a llama model -> {right}"
+    for name, expected in (("LlamaLayer", [line]), ("LlamaDecoderLayer", [])):
+        path.write_text(yaml.safe_dump(fsdp(transformer_layer_cls_to_wrap=name)))
+        code, text = command(capsys, "--config_file", str(path), "--model_type", "llama")  # and no --output_dir
+        assert code == 2 and [each for each in text.splitlines() if "cls_to_wrap" in each] == expected
+
+
 def test_command_on_a_run_and_its_template(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = tmp_path / "run.yaml"
     run.write_text(f"model_type: llama\noutput_dir: {tmp_path}/out\nlearning_rate: 1e-4\n")
