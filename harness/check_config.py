@@ -23,7 +23,7 @@ from typing import Any
 from harness.args import GROUPS, Arguments, argument_names
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings
-from harness.check_deepspeed import check_deepspeed
+from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
@@ -111,6 +111,9 @@ def _zero_findings(
     if untested and devices["offload_optimizer"] != "none":
         message = f"{run.train.optim} has no CPU version in DeepSpeed: the offloaded update runs in plain PyTorch"
         yield Finding("warning", "--optim", message, "--optim adamw_torch_fused")
+    open_nvme = [part for part, device in devices.items() if device == "nvme" and get_value(zero, f"{part}.nvme_path") == "auto"]
+    if run.train.nvme_path and open_nvme:
+        yield from nvme_folder_findings(run.train.nvme_path, "--nvme_path")
     if "nvme_path" in run.typed and "nvme" not in devices.values():
         yield Finding("warning", "--nvme_path", "has no effect: the DeepSpeed file offloads nothing to NVMe", "ds_configs/zero3_nvme.json")
     if num_processes == 1 and not in_host and "nvme" not in devices.values():

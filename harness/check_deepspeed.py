@@ -224,19 +224,35 @@ def _nvme_findings(block: Mapping[str, Any], path: str, stage: float, config: Ma
     if not folder:
         yield Finding("error", f"{path}.nvme_path", "is missing", 'name a folder on a local NVMe disk, or "auto" for --nvme_path')
     elif isinstance(folder, str) and folder != "auto":
-        existing = next((parent for parent in (Path(folder), *Path(folder).parents) if parent.exists()), Path("/"))
-        if not Path(folder).is_absolute():
-            yield Finding("warning", f"{path}.nvme_path", f"{folder} is relative to where the job is started", "write it from the root")
-        elif existing == Path("/"):
-            yield Finding("error", f"{path}.nvme_path", f"{folder} does not exist on this machine", "name a folder on a local NVMe disk")
-        elif not os.access(existing, os.W_OK):
-            yield Finding("error", f"{path}.nvme_path", f"cannot write to {existing}", "choose a folder you may write to")
-        elif _filesystem_of(existing) in ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "lustre", "fuse.sshfs"):
-            kind = _filesystem_of(existing)
-            what = "lies in host memory" if kind in ("tmpfs", "ramfs") else "is a network disk"
-            yield Finding("warning", f"{path}.nvme_path", f"{folder} {what} ({kind})", "name a folder on a local NVMe disk")
+        yield from nvme_folder_findings(folder, f"{path}.nvme_path")
     if "aio" not in config:
         yield Finding("info", "aio", "is missing: DeepSpeed's default settings for the disk are used")
+
+
+def nvme_folder_findings(folder: str, key: str) -> Iterator[Finding]:
+    """What speaks against a folder for offloading, as it is on this machine.
+
+    Args:
+        folder: as the user wrote it; DeepSpeed makes it, and what is missing above it.
+        key: what the user wrote it for.
+    """
+    path = Path(folder)
+    existing = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
+    if not path.is_absolute():
+        yield Finding("warning", key, f"{folder} is relative to where the job is started", "write it from the root")
+    elif existing == Path("/"):
+        yield Finding("error", key, f"{folder} does not exist on this machine", "name a folder on a local NVMe disk")
+    elif not existing.is_dir():
+        yield Finding("error", key, f"{existing} is a file", "name a folder on a local NVMe disk")
+    elif not os.access(existing, os.W_OK) or _filesystem_of(existing) in ("proc", "sysfs"):
+        yield Finding("error", key, f"cannot write to {existing}", "choose a folder you may write to")
+    elif _filesystem_of(existing) in ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "lustre", "fuse.sshfs"):
+        kind = _filesystem_of(existing)
+        what = "lies in host memory" if kind in ("tmpfs", "ramfs") else "is a network disk"
+        yield Finding("warning", key, f"{folder} {what} ({kind})", "name a folder on a local NVMe disk")
+    elif existing != path:
+        message = f"{folder} does not exist: it is made in {existing}, on that disk"
+        yield Finding("warning", key, message, f"where a disk belongs there, mount it first; else: mkdir -p {folder}")
 
 
 def _filesystem_of(path: Path) -> str:

@@ -12,7 +12,7 @@ import pytest
 from harness import deepspeed_keys
 from harness.check_deepspeed import check_deepspeed
 from harness.deepspeed_json import read_deepspeed_config
-from tests.checking import AMPERE, CPU, VOLTA, Rule, check_both, optimizer, rule_id, zero
+from tests.checking import AMPERE, CPU, ROOT, VOLTA, Rule, check_both, optimizer, rule_id, zero
 
 
 def scheduler(kind: str = "WarmupDecayLR", **params: Any) -> dict[str, Any]:
@@ -162,14 +162,35 @@ DEEPSPEED_RULES = [
         "error",
         "does not exist",
         zero(offload_param={"device": "nvme", "nvme_path": "/no_such_disk/x"}),
-        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp/x"}),
+        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp"}),
+    ),
+    Rule(
+        Z + "offload_param.nvme_path",
+        "warning",
+        "/var/tmp/no-such/x does not exist: it is made in /var/tmp, on that disk",
+        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp/no-such/x"}),
+        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp"}),
+    ),
+    Rule(
+        Z + "offload_param.nvme_path",
+        "error",
+        "cannot write to /proc",
+        zero(offload_param={"device": "nvme", "nvme_path": "/proc/no-such"}),
+        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp"}),
+    ),
+    Rule(
+        Z + "offload_optimizer.nvme_path",
+        "error",
+        "zero3.json is a file",
+        zero(offload_optimizer={"device": "nvme", "nvme_path": f"{ROOT}/ds_configs/zero3.json/x"}),
+        zero(offload_optimizer={"device": "nvme", "nvme_path": "/var/tmp"}),
     ),
     Rule(
         Z + "offload_param.nvme_path",
         "warning",
         "is relative",
         zero(offload_param={"device": "nvme", "nvme_path": "swap"}),
-        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp/x"}),
+        zero(offload_param={"device": "nvme", "nvme_path": "/var/tmp"}),
     ),
     Rule(
         Z + "offload_param.nvme_path",
