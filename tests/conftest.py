@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -72,6 +73,18 @@ def environment_as_before() -> Iterator[None]:
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def log_as_at_the_start() -> None:
+    """A job that ran in this process has sent its log to the console and kept it from pytest, which then sees every line twice."""
+    log = logging.getLogger("harness")
+    for handler in list(log.handlers):
+        if not type(handler).__module__.startswith("_pytest"):  # pytest takes its own away itself
+            log.removeHandler(handler)
+            handler.close()
+    log.propagate = True
+    log.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

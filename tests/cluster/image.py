@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,7 +49,8 @@ class Images:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.store = ["--root", str(folder / "store"), "--runroot", str(folder / "run"), "--storage-driver", "overlay"]
+        self.run_root = tempfile.mkdtemp(prefix="run-", dir="/tmp")  # podman takes at most 50 characters
+        self.store = ["--root", str(folder / "store"), "--runroot", self.run_root, "--storage-driver", "overlay"]
         self.mounts: list[str] = []
 
     def make_base_of_this_machine(self) -> str:
@@ -125,7 +127,8 @@ class Images:
         """Removes everything, mounts too."""
         subprocess.run(["buildah", *self.store, "rm", "--all"], capture_output=True)
         subprocess.run(["podman", *self.store, "rmi", "--all", "--force"], capture_output=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in (self.folder, self.run_root):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def problem(debian: bool = True) -> str | None:
