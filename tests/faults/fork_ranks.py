@@ -111,7 +111,7 @@ class _ForkingGuard(Guard):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         die_with_parent(parent)
-        _leave_with(lambda: _run_clm(self.command))
+        leave_with(lambda: _run_clm(self.command))
 
 
 def _run_clm(arguments: list[str]) -> int:
@@ -137,7 +137,7 @@ def _run_clm(arguments: list[str]) -> int:
     return run_clm.main(arguments)
 
 
-def _leave_with(function: Callable[[], int]) -> NoReturn:
+def leave_with(function: Callable[[], int]) -> NoReturn:
     """Ends this forked process with the function's result as exit code, whatever happens in it."""
     code = 1
     try:
@@ -181,7 +181,7 @@ def _launcher(request: dict[str, Any], reply: int) -> int:
     for rank in request["ranks_started"]:
         pid = os.fork()
         if pid == 0:
-            _leave_with(functools.partial(_guard_of, rank, request, port, os.getppid()))
+            leave_with(functools.partial(_guard_of, rank, request, port, os.getppid()))
         guards[pid] = rank
     os.write(reply, json.dumps(list(guards)).encode() + b"\n")
     os.close(reply)
@@ -256,7 +256,7 @@ def _call(request: dict[str, Any]) -> None:
             getattr(importlib.import_module(request["module"]), request["function"])(*request["arguments"])
             return 0
 
-        _leave_with(run)
+        leave_with(run)
     print(json.dumps(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])), flush=True)
 
 
@@ -266,7 +266,7 @@ def _fork_life(request: dict[str, Any]) -> None:
     if pid == 0:
         os.close(read_end)
         _redirect(Path(request["folder"]) / "launcher.txt")
-        _leave_with(lambda: _launcher(request, write_end))
+        leave_with(lambda: _launcher(request, write_end))
     os.close(write_end)
     with os.fdopen(read_end) as pipe:
         guards = json.loads(pipe.readline())

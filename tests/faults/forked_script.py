@@ -112,8 +112,9 @@ def _watch(connection: socket.socket, run: Callable[[list[str]], int]) -> NoRetu
 
 
 def _become(request: dict[str, Any], received: list[int], run: Callable[[list[str]], int]) -> NoReturn:
-    code = 1
-    try:
+    from tests.faults.fork_ranks import leave_with  # whose process this is a fork of
+
+    def become() -> int:
         waiting = [fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE) for number in received]
         for number in map(int, os.listdir("/proc/self/fd")):
             if number not in waiting:
@@ -125,15 +126,9 @@ def _become(request: dict[str, Any], received: list[int], run: Callable[[list[st
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        code = run(request["script"])
-    except BaseException:
-        import traceback
+        return run(request["script"])
 
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    leave_with(become)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.faults.fork_ranks import leave_with
 from tests.launching import ROOT
 
 
@@ -41,22 +42,13 @@ def ranks(name: str, folder: str, num_ranks: int, failure: dict[str, Any], more:
     for rank in range(num_ranks):
         pid = os.fork()
         if pid == 0:
-            code = 1
-            try:
-                _rank(name, Path(folder), rank, num_ranks, port, failure, more)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            leave_with(functools.partial(_rank, name, Path(folder), rank, num_ranks, port, failure, more))
         children.append(pid)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
     assert codes == [0] * num_ranks, codes
 
 
-def _rank(name: str, folder: Path, rank: int, num_ranks: int, port: int, failure: dict[str, Any], more: list[str]) -> None:
+def _rank(name: str, folder: Path, rank: int, num_ranks: int, port: int, failure: dict[str, Any], more: list[str]) -> int:
     import importlib.util
 
     from tests.foreign import inject
@@ -76,6 +68,7 @@ def _rank(name: str, folder: Path, rank: int, num_ranks: int, port: int, failure
     found = watch(folder / f"log-{rank}.json")
     script.main()
     found()
+    return 0
 
 
 def watch(path: Path) -> Any:
