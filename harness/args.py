@@ -121,8 +121,8 @@ class TrainArguments:
     max_grad_norm: float = _field(1.0, "Gradients are clipped to this norm; 0 turns clipping off.")
     optim: str = _choice(
         "adamw_torch_fused",
-        ["adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_8bit", "sgd", "adafactor"],
-        "Optimizer.",
+        ["adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"],
+        "Optimizer; adamw_bf16 and adamw_8bit keep Adam's averages in 2 and in 1 byte.",
     )
     lr_scheduler_type: str = _field("linear", "Schedule: linear, cosine, constant, constant_with_warmup, ... (transformers' names).")
     lr_scheduler_kwargs: Optional[str] = _field(None, "JSON with more arguments of the schedule.")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.args import Arguments
+from harness.check_savers import saver_findings
 from harness.findings import Finding
 from harness.host_checks import size_text
 from harness.machine import GIB, Machine
@@ -139,6 +140,7 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
         *_batch_findings(args, num_processes),
         *_data_findings(args, facts, machine),
         *_folder_findings(args, facts),
+        *saver_findings(args, engine),
         *_tracker_findings(args),
         *_no_effect_findings(args, engine, num_processes, machine),
     ]

@@ -84,6 +84,8 @@ def _changes(args: Arguments, run: RunShape) -> dict[str, tuple[RunShape, dict[s
     if not run.lora:
         lora = {"r": LORA_R, "target_modules": "all-linear"}
         changes[f"--lora_r {LORA_R}"] = (dataclasses.replace(run, lora=True), {**request, "lora": lora})
+    if OPTIMIZER_STATE_BYTES[run.optimizer] > OPTIMIZER_STATE_BYTES["adamw_bf16"] and not run.engine.startswith("zero"):
+        changes["--optim adamw_bf16"] = (dataclasses.replace(run, optimizer="adamw_bf16"), request)
     if run.optimizer.startswith("adamw_") and run.optimizer != "adamw_8bit" and importlib.util.find_spec("torchao") is not None:
         changes["--optim adamw_8bit"] = (dataclasses.replace(run, optimizer="adamw_8bit"), request)
     return changes

@@ -20,10 +20,14 @@ OPTIMIZER_STATE_BYTES: dict[str, float] = {
     "adamw_torch_fused": 8.0,
     "adamw_torch": 8.0,
     "adamw_apex_fused": 8.0,
+    "adamw_bf16": 4.0,
     "adamw_8bit": 2.0 + 2 * 4 / 256,
     "sgd": 0.0,
     "adafactor": 0.01,
 }
+
+# Elements whose averages `adamw_bf16` has in float32 at once.
+BF16_UPDATE_PIECE = 2**24
 
 # Python, CUDA's libraries and the data loader of one training process.
 PROCESS_HOST_BYTES = int(3.5 * GIB)
@@ -107,9 +111,14 @@ def _frozen_width(run: RunShape) -> int:
     return width(run)
 
 
-def _update_copy(run: RunShape) -> int:
-    """Bytes per parameter that an update borrows: torch's multi-tensor Adam makes one more copy, fused Adam none."""
-    return 4 if run.optimizer == "adamw_torch" else 0
+def _update_copy(run: RunShape, num_updated: float) -> float:
+    """Bytes that an update of so many parameters borrows: torch's multi-tensor Adam makes one more copy, fused Adam none.
+
+    Adam with averages in bfloat16 has two of each piece in float32, and as many random numbers.
+    """
+    if run.optimizer == "adamw_bf16":
+        return 16 * min(num_updated, BF16_UPDATE_PIECE)
+    return 4 * num_updated if run.optimizer == "adamw_torch" else 0.0
 
 
 def _ddp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
@@ -124,7 +133,7 @@ def _ddp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMe
         gradients=4 * trained if many else 0,
         growing_gradients=0.0 if many else 4.0,
         optimizer=optimizer_bytes(run) * trained,
-        step=_update_copy(run) * trained,
+        step=_update_copy(run, trained),
     )
 
 
@@ -137,7 +146,7 @@ def _device_map(shape: ModelShape, run: RunShape, settings: MemorySettings) -> E
         parameters=alone.parameters / count,
         growing_gradients=alone.growing_gradients / count,
         optimizer=alone.optimizer / count,
-        step=alone.step / count,
+        step=_update_copy(run, shape.num_trainable / count),
     )
 
 
@@ -171,7 +180,7 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
         reduce=w * min(layer.largest_tensor, layer.num_trainable),
         pending=reduced * layer.num_trainable,
         last_reduce=(w + reduced) * shape.num_root_trainable,
-        step=0 if offload else _update_copy(run) * trained / shards,
+        step=0 if offload else _update_copy(run, trained / shards),
         host=(resident + states + gradients) if offload else 0,
     )
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.args import TrainArguments
+from harness.bf16_adam import AdamWBf16
 from harness.findings import user_error
 
 
@@ -72,6 +73,8 @@ def build_optimizer(groups: list[dict[str, Any]], train: TrainArguments) -> torc
         from apex.optimizers import FusedAdam
 
         return FusedAdam(groups, adam_w_mode=True, **adam)
+    if train.optim == "adamw_bf16":
+        return AdamWBf16(groups, **adam)
     if train.optim == "adamw_8bit":
         from torchao.optim import AdamW8bit
 

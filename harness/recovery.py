@@ -264,7 +264,7 @@ def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mappi
     return (
         f"out of memory on rank {rank}{where} with nothing left to lower: {report['failure']}. Allocated {report['allocated_gib']} GiB of"
         f" {report['limit_gib']} GiB.{sharing} Tried: {tried or 'nothing, the settings were the lowest'}."
-        f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_8bit."
+        f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_bf16 or adamw_8bit."
     )
 
 

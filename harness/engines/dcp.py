@@ -194,11 +194,12 @@ def adopt(module: nn.Module, optimizer: torch.optim.Optimizer, source: StoredSta
         return ["the optimizer's state"]
     if not isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         return [f"the optimizer's state ({type(optimizer).__name__} has another than Adam's)"]
+    dtype = getattr(optimizer, "state_dtype", None)  # of AdamWBf16
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
             step = torch.tensor(float(source.num_updates), dtype=torch.float32, device=device if group["fused"] else "cpu")
-            optimizer.state[parameter] = {"step": step, **{kind: torch.zeros_like(parameter) for kind in AVERAGES}}
+            optimizer.state[parameter] = {"step": step, **{kind: torch.zeros_like(parameter, dtype=dtype) for kind in AVERAGES}}
     for name, parameter in trained.items():
         for kind in AVERAGES:
             _fill(optimizer.state[parameter][kind], source.get(name, kind))
