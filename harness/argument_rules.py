@@ -47,6 +47,20 @@ def _profile_problems(train: TrainArguments) -> list[Finding]:
     return []
 
 
+def names_in_lora(args: Arguments) -> bool:
+    """Whether flags of LoRA name modules or layers, which only the model can say to be right."""
+    lora = args.lora
+    named = [name for name in lora.target_modules if name not in ("", "all-linear")]
+    others = (lora.target_layers, lora.rank_pattern, lora.alpha_pattern, lora.modules_to_save)
+    return lora.lora_r is not None and bool(named or any(others))
+
+
+def names_modules(args: Arguments) -> bool:
+    """Whether any flag does: of LoRA, or a device map that is no strategy's name."""
+    device_map = args.maps.device_map
+    return names_in_lora(args) or (device_map is not None and (device_map.endswith(".json") or device_map.startswith(("{", "cuda"))))
+
+
 def _lora_problems(lora: LoraArguments, typed: frozenset[str]) -> Iterator[Finding]:
     if lora.lora_r is None:
         for name in sorted(typed & {field.name for field in dataclasses.fields(lora)}):

@@ -5,7 +5,8 @@
     harness check --hostfile hosts -- deepspeed --num_gpus 4 harness/run_clm.py --deepspeed ds_configs/zero3.json ...
     harness check --write_template run.yaml
 
-`run_clm.py` runs the same rules (`check_run`) before it loads anything. Imports no torch: an answer takes about a second.
+`run_clm.py` runs the same rules (`check_run`, `check_names`) before it loads data or weights. Imports no torch unless modules are named: an
+answer takes about a second.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.args import GROUPS, Arguments, argument_names
+from harness.argument_rules import names_modules
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings
 from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
-from harness.findings import Finding, UserError, format_findings, has_errors, sort_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, has_errors, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
 from harness.parsing import from_config, parse_args, read_yaml
@@ -43,6 +45,7 @@ from harness.user_files import refuse_other_kind
 
 # Host bytes of each parameter that is offloaded: fp32 master, fp32 gradient and Adam's two moments; 16-bit weights.
 _OPTIMIZER_BYTES, _WEIGHT_BYTES = 16, 2
+_MODEL_FLAGS = ("--model_name_or_path", "--config_name", "--model_type", "--config_overrides")
 # Keys of accelerate's file that its command has options for.
 MACHINE_KEYS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 
@@ -74,6 +77,25 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
     findings += check_arguments(run, engine=engine, num_processes=num_processes, environ=environ, machine=machine)
     findings += check_environment(environ)
     return sort_findings(findings)
+
+
+def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | None = None) -> list[Finding]:
+    """The rules that need the model, empty: only where flags name its modules, because they take seconds, and load torch.
+
+    Args:
+        known: what was found before; nothing is said twice of a model that cannot be used.
+        machine: where it runs; None: this machine.
+
+    Returns:
+        Further findings.
+    """
+    if not names_modules(args) or model_facts(args).problems:
+        return []
+    from harness.check_model import model_findings
+
+    machine = detect_machine() if machine is None else machine
+    said = {finding.key for finding in known if finding.severity == "error"} & set(_MODEL_FLAGS)
+    return [finding for finding in model_findings(args, len(machine.gpus)) if finding.key not in said]
 
 
 def _zero_findings(
@@ -171,6 +193,7 @@ def check_config_consistency(config: Mapping[str, Any], *, num_processes: int = 
             args = from_config(values)
             defaults = {name: value for name, value in args.to_dict().items() if name not in args.typed}
             findings = [*args.notes, *check_run(args, num_processes=num_processes, environ={}, machine=machine)]
+            findings += check_names(args, findings, machine)
         except UserError as error:
             findings = error.findings
     findings = sort_findings(findings)
@@ -189,10 +212,9 @@ def _file_alone(config: Mapping[str, Any], num_processes: int, machine: Machine)
 # ---------------------------------------------------------------- the command
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> FindingParser:
+    parser = FindingParser(
         prog="harness check",
-        allow_abbrev=False,
         description="Checks templates, arguments, launcher and machine against each other. Exit code 2 if there is an error.",
         epilog="Any flag of run_clm.py may be given too; a launcher's whole command may follow after --.",
     )
@@ -215,14 +237,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--" in tokens:
         command = tokens[tokens.index("--") + 1 :]
         tokens = tokens[: tokens.index("--")]
-    options, run_tokens = _parser().parse_known_args(tokens)
+    options, run_tokens, wrong = _parser().read_known(tokens)
     try:
         findings, differences = _check_all(options, run_tokens, command)
+        findings = sort_findings([*wrong, *findings])
         if options.write_template:
             values = _values_of(run_tokens, options)
             write_template(options.write_template, values)
     except UserError as error:
-        findings, differences = sort_findings(error.findings), {}
+        findings, differences = sort_findings([*wrong, *error.findings]), {}
     if options.json:
         rows = [dataclasses.asdict(finding) for finding in findings]
         print(
@@ -301,11 +324,12 @@ def _machine_options(launch: Launch | None) -> dict[str, Any]:
 
 
 def _of_run(args: Arguments, num_processes: int, num_machines: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:
-    """`check_run`, in an environment that speaks of this shell and not of a rank."""
+    """`check_run` and `check_names`, in an environment that speaks of this shell and not of a rank."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     outside = {name: value for name, value in environ.items() if name not in ranks}
     outside["LOCAL_WORLD_SIZE"] = str(max(1, num_processes // num_machines))
-    return check_run(args, num_processes=num_processes, environ=outside, machine=machine)
+    findings = check_run(args, num_processes=num_processes, environ=outside, machine=machine)
+    return findings + check_names(args, findings, machine)
 
 
 def _collect(findings: list[Finding], function: Any, *values: Any) -> Any:

@@ -20,7 +20,7 @@ import torch
 
 from harness import device_map_text
 from harness.args import DeviceMapArguments, ModelArguments
-from harness.findings import FindingParser, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.model_units import MapJob, describe_components, device_of, find_units
 from harness.modeling import load_config
 from harness.partition import OFF_CARD, Device, format_gib, parse_size, pipeline_speedup
@@ -247,9 +247,9 @@ def parse_gpus(text: str) -> list[int]:
     return cards
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> FindingParser:
     """The flags of a plan of a device map."""
-    parser = FindingParser(prog="harness plan", description="Plan a device map without GPUs.", allow_abbrev=False)
+    parser = FindingParser(prog="harness plan", description="Plan a device map without GPUs.")
     parser.add_argument(
         "--model", "--model_name_or_path", "--config_name", dest="model", required=True, help="config.json, model folder or hub name"
     )
@@ -276,13 +276,13 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a planned map; exit code 2 for wrong input or a model that does not fit."""
     try:
-        return _plan(parser().parse_args(argv))
+        return _plan(*parser().read(argv))
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace, problems: list[Finding]) -> int:
     job = MapJob(
         # AdamW in float32: 4 bytes of gradient and 8 of state; a weight kept in 16 bits has a gradient of 2 and states of 2 each.
         training_bytes_per_param=0.0 if options.inference else (12.0 if options.dtype == "float32" else 6.0),
@@ -298,7 +298,7 @@ def _plan(options: argparse.Namespace) -> int:
         balance_threshold=options.balance_threshold,
         max_memory=options.max_memory,
     )
-    problems = device_map_text.check_device_map_text(options.device_map)
+    problems += device_map_text.check_device_map_text(options.device_map)
     if problems:
         raise UserError(problems)
     config = load_config(ModelArguments(model_name_or_path=options.model))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -15,7 +14,7 @@ import torch
 
 from harness import checkpoint_files, own_checkpoints
 from harness.export import export_model, model_card
-from harness.findings import UserError, format_findings, user_error
+from harness.findings import FindingParser, UserError, format_findings, user_error
 from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
 from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
 
@@ -151,7 +150,7 @@ def _export_adapter(state: StoredState, model_folder: Path, output: Path, dtype:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns 0 done, 2 wrong input."""
-    parser = argparse.ArgumentParser(prog="harness export", description="Turns a checkpoint into a folder that from_pretrained loads.")
+    parser = FindingParser(prog="harness export", description="Turns a checkpoint into a folder that from_pretrained loads.")
     parser.add_argument("checkpoint", type=Path, help="out/checkpoint-N")
     parser.add_argument("output", type=Path, help="new folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of the weights; default: what the run computed in")
@@ -163,9 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="read a checkpoint that none of your own runs has written: its files can run code",
     )
-    options = parser.parse_args(argv)
-    more = {"merge": options.merge, "base_model": options.base_model, "trust": options.trust_checkpoint}
     try:
+        options = parser.parse_args(argv)
+        more = {"merge": options.merge, "base_model": options.base_model, "trust": options.trust_checkpoint}
         export_checkpoint(options.checkpoint, options.output, options.dtype, **more)
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)

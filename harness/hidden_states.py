@@ -283,13 +283,12 @@ def _flags(options: argparse.Namespace) -> DeviceMapArguments:
     return flags
 
 
-def _check(options: argparse.Namespace) -> None:
-    """What can be said before the model is looked at.
+def _check(options: argparse.Namespace, problems: list[Finding]) -> None:
+    """What can be said before the model is looked at, beside what is known to be wrong with the command line.
 
     Raises:
         UserError: everything that is wrong, together.
     """
-    problems: list[Finding] = []
     if options.quantization and importlib.util.find_spec("bitsandbytes") is None:
         problems.append(Finding("error", "--quantization", "needs the package bitsandbytes", "pip install bitsandbytes, or leave it out"))
     elif options.quantization and not torch.cuda.is_available():
@@ -444,8 +443,8 @@ def _input_states(options: argparse.Namespace, config: Any, layer: int, dtype: t
     yield torch.randn(1, min(options.max_length, 64), width, generator=generator).to(dtype)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = FindingParser(prog="harness layers", description="Hidden states of every layer of a model.", allow_abbrev=False)
+def _parser() -> FindingParser:
+    parser = FindingParser(prog="harness layers", description="Hidden states of every layer of a model.")
 
     def flag(name: str, **settings: Any) -> None:
         parser.add_argument(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), **settings)
@@ -477,13 +476,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace, problems: list[Finding]) -> int:
     """Extracts, writes, compares. Returns 1 when a state is all zeros or not finite.
+
+    Args:
+        problems: what is wrong with the command line.
 
     Raises:
         UserError: wrong input, found before weights are read.
     """
-    _check(options)
+    _check(options, problems)
     other = StateFolder(Path(options.compare), "--compare") if options.compare else None
     config = load_config(ModelArguments(model_name_or_path=options.model, model_revision=options.revision))
     empty = meta_model(config)
@@ -521,7 +523,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 for a state that cannot be right, 2 for wrong input."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        return run(_parser().parse_args(argv))
+        return run(*_parser().read(argv))
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2

@@ -142,6 +142,12 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     engine_name = spread_over_cards(engine_name, args, coordinator)
     config = modeling.load_config(args.model)
     tokenizer = modeling.load_tokenizer(args.model)
+    precision = resolve_precision(args.train.precision, coordinator.device)
+    # Empty, and before the data: preparing them takes long, and what is wrong with the model shows without them.
+    empty = modeling.build_empty(
+        args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
+    )
+    _check_model(args, empty)
     with phase("data"):
         prepared = prepare_data(
             args.data,
@@ -154,17 +160,12 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         )
     for finding in prepared.findings:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "%s", finding.line())
-    precision = resolve_precision(args.train.precision, coordinator.device)
     loader, plan = _plan(args, prepared, tokenizer, coordinator)
     with phase("model"):
-        empty = modeling.build_empty(
-            args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
-        )
         compiled = compile_backend(args.model, coordinator.device) is not None  # fuses what Liger's layers fuse
         if not compiled and modeling.apply_kernels(empty.model, args.model, coordinator.device):
             log.info("Liger's fused norms and feed-forward are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
-        _check_model(args, empty, prepared)
         block_size = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
         samples = loader.samples_per_rank
         planned_for = job_facts(args, engine_name, coordinator, block_size=block_size, samples_per_rank=samples, precision=precision)
@@ -322,7 +323,7 @@ def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinat
     return loader, plan
 
 
-def _check_model(args: Arguments, empty: modeling.EmptyModel, prepared: Any) -> None:
+def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
     isolated = args.data.document_isolation and args.data.packing != "none"
     if isolated and not modeling.can_isolate(empty.model):
         raise user_error(

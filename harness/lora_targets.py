@@ -94,23 +94,37 @@ def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
         exists = any(_matches(full, name) for full in everything)
         message = f"{name} is no linear layer" if exists else f"{name} is not in {type(model).__name__}"
         problems.append(Finding("error", "--target_modules", message, f"choose from {', '.join(_suffixes(linear))}, or all-linear"))
+    pattern, layers = None, None
+    if lora.target_layers:
+        try:
+            pattern, layers = _wanted_layers(lora.target_layers, model, linear)
+        except UserError as error:
+            problems += error.findings
     if problems:
         raise UserError(problems)
     modules = [full for full in usable if any(_matches(full, name) for name in names)]
-    if not lora.target_layers:
+    if pattern is None or layers is None:
         return Targets(names, modules)
-    lists = {found[0]: 0 for full in linear if (found := _layer_of(full))}
-    for full in linear:
-        if found := _layer_of(full):
-            lists[found[0]] = max(lists[found[0]], found[1] + 1)
-    if not lists:
-        raise user_error("--target_layers", f"{type(model).__name__} has no numbered layers", "leave it out")
-    pattern = max(lists, key=lambda name: lists[name])
-    layers = parse_layers(lora.target_layers, lists[pattern])
     modules = [full for full in modules if _layer_of(full) is not None and _layer_of(full) in {(pattern, layer) for layer in layers}]
     if not modules:
         raise user_error("--target_layers", f"none of {', '.join(names)} is in layers {lora.target_layers}", "leave it out")
     return Targets(names, modules, layers, pattern)
+
+
+def _wanted_layers(text: str, model: nn.Module, linear: Iterable[str]) -> tuple[str, list[int]]:
+    """(name of the list of blocks, numbers in it) that `--target_layers` means.
+
+    Raises:
+        UserError: unreadable, out of range, or the model has no numbered layers.
+    """
+    lists: dict[str, int] = {}
+    for full in linear:
+        if found := _layer_of(full):
+            lists[found[0]] = max(lists.get(found[0], 0), found[1] + 1)
+    if not lists:
+        raise user_error("--target_layers", f"{type(model).__name__} has no numbered layers", "leave it out")
+    pattern = max(lists, key=lambda name: lists[name])
+    return pattern, parse_layers(text, lists[pattern])
 
 
 def _head_name(model: nn.Module) -> str | None:
@@ -134,10 +148,16 @@ def build_config(lora: LoraArguments, model: nn.Module, base_name: str | None = 
     from peft import LoraConfig
 
     assert lora.lora_r is not None
-    targets = find_targets(lora, model)
+    problems: list[Finding] = []
+    try:
+        targets = find_targets(lora, model)
+    except UserError as error:  # the rest is then compared with all that could get an adapter
+        problems += error.findings
+        names = list(linear_modules(model))
+        targets = Targets(_suffixes(names), names)
     rank_pattern: dict[str, int] = json.loads(lora.rank_pattern or "{}")  # checked with the other arguments
     alpha_pattern: dict[str, int] = json.loads(lora.alpha_pattern or "{}")
-    problems = [
+    problems += [
         Finding("error", f"--{flag}", f"{key} matches no module that gets an adapter", f"choose from {', '.join(targets.names)}")
         for flag, pattern in (("rank_pattern", rank_pattern), ("alpha_pattern", alpha_pattern))
         for key in pattern

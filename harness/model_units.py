@@ -315,6 +315,23 @@ def device_of(device_map: Mapping[str, Any], name: str) -> Device | None:
         name = name.rpartition(".")[0]
 
 
+def check_devices(devices: Iterable[Any], num_gpus: int, key: str = "--device_map") -> list[Finding]:
+    """What is no device, or a card that is not there.
+
+    Args:
+        num_gpus: cards of this machine; negative when they are not known.
+    """
+    problems: list[Finding] = []
+    for raw in dict.fromkeys(map(str, devices)):
+        device = normal_device(raw)
+        if isinstance(device, str) and device not in ("cpu", "disk", "meta"):
+            problems.append(Finding("error", key, f"{device!r} is not a device", "use a card's number, cpu or disk"))
+        elif isinstance(device, int) and 0 <= num_gpus <= device:
+            fix = f"use 0 to {num_gpus - 1}" if num_gpus else "use cpu"
+            problems.append(Finding("error", key, f"names card {device}, but there are {num_gpus}", fix))
+    return problems
+
+
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any], num_gpus: int, key: str = "--device_map") -> list[Finding]:
     """Everything wrong with a map, before a byte of weights is read.
 
@@ -334,12 +351,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], num_gpus: 
     if unknown:
         top = ", ".join(name for name, _ in model.named_children())
         bad(f"{type(model).__name__} has no module {', '.join(unknown)}", f"its top modules are {top}")
-    for raw in dict.fromkeys(map(str, device_map.values())):
-        device = normal_device(raw)
-        if isinstance(device, str) and device not in ("cpu", "disk", "meta"):
-            bad(f"{device!r} is not a device", "use a card's number, cpu or disk")
-        elif isinstance(device, int) and 0 <= num_gpus <= device:
-            bad(f"names card {device}, but there are {num_gpus}", f"use 0 to {num_gpus - 1}" if num_gpus else "use cpu")
+    problems += check_devices(device_map.values(), num_gpus, key)
     classes = block_classes(model)
     owners = _owners(model, classes)
     missing: list[str] = []

@@ -9,7 +9,6 @@ Works without a GPU: there is then nothing to sample. Imports no torch.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.findings import UserError, user_error
+from harness.findings import Finding, FindingParser, format_findings
 from harness.metrics import METRICS_FILE, own_row, to_json_line
 
 GIB = 2**30
@@ -554,8 +553,8 @@ def format_gpus(samples: Sequence[GpuSample]) -> list[str]:
     return lines
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harness monitor", description="Watches a run through its folder, or this machine's GPUs.")
+def _parser() -> FindingParser:
+    parser = FindingParser(prog="harness monitor", description="Watches a run through its folder, or this machine's GPUs.")
     parser.add_argument("run", nargs="?", help="the run's output folder; without it: the cards of this machine")
     parser.add_argument("--once", action="store_true", help="one look instead of a live view")
     parser.add_argument("--json", action="store_true", help="one look, as JSON")
@@ -569,14 +568,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 2 for wrong input.
     """
-    options = _parser().parse_args(argv)
-    try:
-        if not options.interval > 0:
-            raise user_error("--interval", f"must be positive, not {options.interval}")
-        if options.run is not None and not Path(options.run).is_dir():
-            raise user_error(options.run, "is not a folder", "give a run's --output_dir")
-    except UserError as error:
-        print(error, file=sys.stderr)
+    options, problems = _parser().read(argv)
+    if not options.interval > 0:
+        problems.append(Finding("error", "--interval", f"must be positive, not {options.interval}"))
+    if options.run is not None and not Path(options.run).is_dir():
+        problems.append(Finding("error", options.run, "is not a folder", "give a run's --output_dir"))
+    if problems:
+        print(format_findings(problems), file=sys.stderr)
         return 2
     follower = RunFollower(options.run) if options.run is not None else None
 

@@ -11,7 +11,6 @@ the lowest rank's are kept and the difference is said.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import csv
 import dataclasses
@@ -25,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.findings import UserError, user_error
+from harness.findings import FindingParser, UserError, format_findings, user_error
 from harness.log_formats import Failure, LogReader, Row, is_finite, read_state_file
 from harness.metrics import METRICS_FILE, read_metrics, summarize, superseded_indices, to_json_line
 
@@ -559,8 +558,8 @@ def plot_losses(metrics: str | Path, png: str | Path) -> None:
     plot([run], [name for name in ("loss", "eval_loss", "lr", "throughput") if curves([run], PLOTS[name][1])] or ["loss"], png)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harness logs", description="Reads training logs: ours, HF Trainer's, DeepSpeed's and others'.")
+def _parser() -> FindingParser:
+    parser = FindingParser(prog="harness logs", description="Reads training logs: ours, HF Trainer's, DeepSpeed's and others'.")
     parser.add_argument("paths", nargs="+", metavar="file|folder")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to FILE, or to the terminal")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write strict JSON to FILE, or to the terminal")
@@ -585,8 +584,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 if no log holds anything that was recognised; 2 for wrong input.
     """
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         names = plot_names(options.plot) if options.plot is not None else []
         runs = [parse_run(run) for path in options.paths for run in find_runs(path)]
         if names:
@@ -598,7 +597,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if names:
             plot(runs, names, options.png)
     except UserError as error:
-        print(error, file=sys.stderr)
+        print(format_findings(error.findings), file=sys.stderr)
         return 2
     if "-" not in (options.csv, options.json):
         print("\n".join(format_run(run, options.rows) for run in runs))

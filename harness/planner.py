@@ -30,7 +30,7 @@ from harness.plan_report import format_comparison, format_estimate, format_job, 
 from harness.step_time import Hardware
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> FindingParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = FindingParser(prog="harness plan", allow_abbrev=False, description=__doc__, formatter_class=layout)
     add = parser.add_argument
@@ -88,8 +88,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for token in argv:
         flag, equals, value = token.partition("=")
         tokens.append(flag.replace("-", "_").replace("__", "--", 1) + equals + value if token.startswith("--") else token)
-    options = _parser().parse_args(tokens)
-    problems = [Finding("error", f"--{key}", message, fix) for key, message, fix in _problems(options)]
+    options, problems = _parser().read(tokens)
+    settled = {finding.key for finding in problems}
+    more = [Finding("error", f"--{key}", message, fix) for key, message, fix in _problems(options)]
+    problems += [finding for finding in more if finding.key not in settled]
     if problems:
         raise UserError(problems)
     return options

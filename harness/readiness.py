@@ -10,7 +10,6 @@ Works without a GPU. What loads torch or may hang runs in child processes with t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.build_locks import extensions_folder
-from harness.findings import Finding, Severity, UserError, format_findings, has_errors, sort_findings, user_error
+from harness.findings import Finding, FindingParser, Severity, format_findings, has_errors, sort_findings
 from harness.host_checks import GIB, check_host
 from harness.library_checks import check_build_tools, check_libraries
 from harness.machine import detect_machine
@@ -490,8 +489,8 @@ def format_report(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="harness doctor", description="Checks whether this machine is ready to train.")
+def _parser() -> FindingParser:
+    parser = FindingParser(prog="harness doctor", description="Checks whether this machine is ready to train.")
     parser.add_argument("--output_dir", "--output-dir", default=".", metavar="DIR", help="where runs will be written (default: here)")
     parser.add_argument("--model", metavar="DIR", help="folder of a model, whose files are checked")
     parser.add_argument("--no_bandwidth", "--no-bandwidth", action="store_true", help="do not measure the links")
@@ -508,12 +507,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 ready, 1 errors were found, 2 wrong input.
     """
-    options = _parser().parse_args(argv)
-    try:
-        if not options.timeout > 0:
-            raise user_error("--timeout", f"must be positive, not {options.timeout}")
-    except UserError as error:
-        print(error, file=sys.stderr)
+    options, problems = _parser().read(argv)
+    if not options.timeout > 0:
+        problems.append(Finding("error", "--timeout", f"must be positive, not {options.timeout}"))
+    if problems:
+        print(format_findings(problems), file=sys.stderr)
         return 2
     model = Path(options.model) if options.model else None
     report = examine(Path(options.output_dir), model, not options.no_bandwidth, options.timeout, options.compile_ops)

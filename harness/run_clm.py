@@ -147,19 +147,25 @@ def _why_stopped(stop: Any) -> str:
 
 
 def check(args: Arguments, train_dataset: Any = None) -> str:
-    """Everything that can be found wrong before torch is loaded; prints what there is to say. Returns the engine's name.
+    """Everything that can be found wrong before data and weights are; prints what there is to say. Returns the engine's name.
+
+    Loads torch only where flags name modules of the model.
 
     Raises:
         UserError: with all errors found.
     """
+    from harness.argument_rules import names_modules
     from harness.check_arguments import kernel_findings
-    from harness.check_config import check_run
+    from harness.check_config import check_names, check_run
     from harness.templates import apply_launch_to_args
 
     num_processes = world_size_from_environment()
     findings = [*args.notes, *check_run(args, num_processes=num_processes, environ=os.environ)]
     engine, more = apply_launch_to_args(args, os.environ, num_processes)
     findings = list(dict.fromkeys([*findings, *more, *kernel_findings(args, engine)]))
+    if names_modules(args):
+        _set_environment(Path(str(args.train.output_dir)))  # before torch is there
+        findings += check_names(args, findings)
     data = args.data
     if train_dataset is None and not (data.dataset_name or data.train_file or getattr(data, "dataset_mix", None)):
         findings.append(

@@ -39,7 +39,7 @@ from typing import Any
 
 from harness import build_locks, cgroups, foreign_plan, rank_hook
 from harness.checkpoint_files import write_json
-from harness.findings import Finding, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.foreign_checkpoints import latest_complete
 from harness.foreign_command import NAMES, read_command
 from harness.foreign_settings import Edited, ForeignSettings, settings_json
@@ -60,15 +60,10 @@ def say(text: str) -> None:
 # ---- the command line
 
 
-def _parser() -> argparse.ArgumentParser:
-    class Raising(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:  # type: ignore[override]
-            raise user_error("harness run", message, "see harness run --help")
-
+def _parser() -> FindingParser:
     usage = "harness run [options] -- LAUNCH COMMAND"
-    parser = Raising(
-        prog="harness run", usage=usage, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = FindingParser(prog="harness run", usage=usage, description=__doc__, formatter_class=layout)
     add = parser.add_argument
     add("--ladder", default="", help="rungs in your order: micro_batch,gradient_checkpointing,optimizer_offload,param_offload")
     add("--max_attempts", type=int, default=10, help="starts of the command in all")
@@ -89,9 +84,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """
     tokens = list(argv)
     at = tokens.index("--") if "--" in tokens else len(tokens)
-    own = [token.replace("-", "_").replace("__", "--", 1) if token.startswith("--") else token for token in tokens[:at]]
-    options = _parser().parse_args(own)
-    found = [Finding("error", "--max_attempts", f"must be at least 1, not {options.max_attempts}")] if options.max_attempts < 1 else []
+    options, found = _parser().read(tokens[:at])
+    if options.max_attempts < 1:
+        found.append(Finding("error", "--max_attempts", f"must be at least 1, not {options.max_attempts}"))
     for pair in options.names:
         what, _, name = pair.partition("=")
         if what not in NAMES or not name:

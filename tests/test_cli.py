@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from harness import cli
-from harness.findings import user_error
+from harness.findings import FindingParser, UserError, user_error
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, main: object) -> None:
@@ -83,3 +83,77 @@ def test_help_loads_nothing_heavy() -> None:
 
     code = "import sys; from harness import cli; cli.main(['--help']); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+# What is typed, and the findings' keys with the end of their lines; every command that reads a command line of its own.
+WRONG = {
+    "monitor": ("--intervall 5 --jsn", {"--intervall": "did you mean --interval?", "--jsn": "did you mean --json?"}),
+    "logs": (
+        "--cvs a.csv --rows many",
+        {"--cvs": "did you mean --csv?", "file|folder": "see harness logs --help", "--rows": "see harness logs --help"},
+    ),
+    "doctor": (
+        "--time_out 3 --timeout=-1 --no-bandwith",
+        {
+            "--time_out": "did you mean --timeout?",
+            "--no-bandwith": "did you mean --no_bandwidth?",
+            "--timeout": "must be positive, not -1.0",
+        },
+    ),
+    "export": (
+        "a b --dtype bf17 --mergee --xyzzy=3",
+        {"--mergee": "did you mean --merge?", "--xyzzy": "see harness export --help", "--dtype": "--dtype bf16"},
+    ),
+    "plan": (
+        "--model a --gpu_mem 80GB --num-gpus four --block-size 1",
+        {"--gpu_mem": "did you mean --gpu_memory?", "--num_gpus": "see harness plan --help", "--block_size": "must be at least 2, not 1"},
+    ),
+    "layers": (
+        "--mdel a --test_type sngle",
+        {"--mdel": "did you mean --model?", "--test_type": "--test_type single", "--output": "see harness layers --help"},
+    ),
+    "run": (
+        "--laddr a --max-attempts 0 -- python train.py --unknown_is_yours 1",
+        {"--laddr": "did you mean --ladder?", "--max_attempts": "must be at least 1, not 0"},
+    ),
+    "check": (
+        "--num-processes two --model_type gpt2 --learnig_rate 3",
+        {
+            "--num_processes": "see harness check --help",
+            "--learnig_rate": "did you mean --learning_rate?",
+            "--output_dir": "--output_dir out",
+        },
+    ),
+    "train": ("--learnig_rate 3 --seed one", {"--learnig_rate": "did you mean --learning_rate?", "--seed": "see --help"}),
+    "tokenize": ("--block_sze 3 --seed one", {"--block_sze": "did you mean --block_size?", "--seed": "see --help"}),
+}
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_every_command_says_all_that_is_wrong_with_its_flags(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    typed, expected = WRONG[command]
+    assert cli.main([command, *typed.split()]) == 2
+    shown = capfd.readouterr()
+    lines = [line.strip() for line in (shown.out + shown.err).splitlines() if line.strip().startswith("error ")]
+    found = {line.split()[1].rstrip(":"): line for line in lines}
+    assert {key: found.get(key, "")[-len(end) :] for key, end in expected.items()} == expected
+    assert "usage:" not in shown.err  # argparse's own message
+
+
+def test_a_flag_with_several_wrong_values_is_one_finding_and_the_rest_is_read() -> None:
+    parser = FindingParser(prog="tool")
+    parser.add_argument("path")
+    parser.add_argument("--numbers", nargs="+", type=int, default=[7])
+    parser.add_argument("--both_spellings", type=float)
+    values, found = parser.read(["--numbers", "1", "x", "-2", "--both-spellings=-.5", "--", "-a"])
+    assert (values.numbers, values.both_spellings, values.path) == ([7], -0.5, "-a")
+    assert [finding.line() for finding in found] == ["error   --numbers: invalid int value: 'x' -> see tool --help"]
+    with pytest.raises(UserError) as caught:
+        parser.parse_args(["a", "b", "--numbers"])
+    assert [(finding.key, finding.message) for finding in caught.value.findings] == [
+        ("--numbers", "expected at least one argument"),
+        ("b", "a value without a flag before it"),
+    ]
+    assert parser.parse_args(["a"]).path == "a"  # what is required still is
+    with pytest.raises(UserError, match="path: is required"):
+        parser.parse_args([])

@@ -88,7 +88,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("--model a --engine fsdp --num_gpus 6 --shard_group_size 4", "--shard_group_size: 6 cards cannot be cut into groups of 4"),
         ("--model a --engine ddp --param_offload cpu", "--param_offload: ddp keeps whole weights on the card"),
         ("--model a --lora_r 0", "--lora_r: must be at least 1, not 0"),
-        ("--model a --gpu_mem 80GB", "unrecognized arguments: --gpu_mem 80GB"),
+        ("--model a --gpu_mem 80GB", "--gpu_mem: unknown argument -> did you mean --gpu_memory?"),
         (
             "--gpus 24GB --engine zero3 --model a --gpu-memory=80GB",
             "  error   --gpus: plans device maps; --gpu_memory with --num_gpus plans engines"

@@ -99,6 +99,83 @@ def test_jsonl_line_without_text(tmp_path: Path, capsys: pytest.CaptureFixture[s
     fails(command(tmp_path, train_file=tmp_path / "a.jsonl"), capsys, "a.jsonl", "2", "text")
 
 
+NAMES: list[tuple[dict[str, object], list[str]]] = [
+    (
+        {
+            "lora_r": 4,
+            "target_modules": "q_prj",
+            "target_layers": "0,9",
+            "rank_pattern": '{"k_prj": 8}',
+            "modules_to_save": "lm_haed",
+            "block_size": 512,
+        },
+        [
+            "--block_size: 512 is over the model's limit of 256",
+            "--target_modules: q_prj is not in LlamaForCausalLM -> choose from q_proj, k_proj, v_proj,",
+            "--target_layers: layer 9 out of range 0-0 -> the model has 1 layers",
+            "--rank_pattern: k_prj matches no module that gets an adapter -> choose from q_proj, k_proj,",
+            "--modules_to_save: lm_haed is not in LlamaForCausalLM -> choose from q_proj,",
+        ],
+    ),
+    ({"lora_r": 4, "target_layers": "one"}, ["--target_layers: cannot read 'one' -> write 0,1,2 or 10-20"]),
+    (
+        {"device_map": '{"model.layers": "cpu", "modle.norm": "cpu", "lm_head": 7}', "lr_scheduler_type": "linea"},
+        [
+            "--lr_scheduler_type: linea is not known -> did you mean linear?",
+            "--device_map: LlamaForCausalLM has no module modle.norm -> its top modules are model, lm_head",
+            "--device_map: names card 7, but there are 0 -> use cpu",
+            "--device_map: leaves 3 modules without a device: model.embed_tokens, model.norm, model.rotary_emb",
+        ],
+    ),
+    ({"device_map": "cuda:1"}, ["--device_map: names card 1, but there are 0 -> use cpu"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "lines"), NAMES, ids=["adapters", "layers", "map", "card"])
+def test_names_are_refused_before_the_data_by_the_check_and_by_the_run(
+    changes: dict[str, object],
+    lines: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from harness import check_config, check_model
+
+    monkeypatch.setattr(check_model.torch.cuda, "device_count", lambda: 0)
+    text_file(tmp_path)
+    config = {"model_type": "llama", **dict(pair.split("=") for pair in TINY.split(","))}
+    config = {name: int(value) if value.isdigit() else value for name, value in config.items()}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tokens = command(tmp_path, model_type=None, config_overrides=None, config_name=str(tmp_path / "model"), **changes)
+    assert check_config.main(["--num_processes", "1", *tokens]) == 2
+    checked = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  error")]
+    text = fails(tokens, capsys)
+    assert [line for line in text.splitlines() if line.startswith("  error")] == checked
+    assert len(checked) == len(lines)
+    assert [line for line in lines if not any(line in found for found in checked)] == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_names_of_a_model_that_is_not_to_be_had_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import check_model
+    from harness.args import Arguments
+    from harness.check_config import check_names
+    from harness.findings import user_error
+
+    def load_config(args: object) -> object:
+        raise user_error("--model_name_or_path", "some/model is neither a folder nor in the cache", "give a folder")
+
+    monkeypatch.setattr(check_model, "load_config", load_config)
+    args = Arguments()
+    args.model.model_name_or_path, args.lora.lora_r = "some/model", 4
+    assert check_names(args, []) == []  # all linear layers: nothing is named
+    args.lora.target_modules = ["q_proj"]
+    assert [finding.line() for finding in check_names(args, [])] == [
+        "info    --model_name_or_path: names of modules were not compared with the model: some/model is neither a folder nor in the cache"
+    ]
+
+
 def test_several_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text_file(tmp_path)
     fails(command(tmp_path, learning_rate=-1, max_steps=0, block_size=1), capsys, "--learning_rate", "--max_steps", "--block_size")

@@ -1,0 +1,67 @@
+"""Names of a run's flags against the model they are about: LoRA's targets, layers and patterns, and a device map's modules.
+
+The model is built empty from its config, before weights and data are read. Loads torch, so callers ask `names_modules` first.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import torch
+
+from harness.args import Arguments
+from harness.argument_rules import names_in_lora
+from harness.device_map_text import DEVICE_MAPS, read_device_map
+from harness.findings import Finding, UserError
+from harness.lora import attach_lora
+from harness.model_units import check_device_map, check_devices
+from harness.modeling import load_config
+from harness.partition import normal_device
+from harness.placement import meta_model
+
+
+def model_findings(args: Arguments, num_gpus: int) -> list[Finding]:
+    """Everything that the empty model contradicts.
+
+    Args:
+        args: as parsed; not changed.
+        num_gpus: cards of this machine that the caller knows of.
+
+    Returns:
+        Errors; or one note where the model comes from the hub and is not to be had now, for the run itself says that.
+    """
+    num_gpus = max(num_gpus, torch.cuda.device_count())
+    card = re.fullmatch(r"cuda(?::(\d+))?", args.maps.device_map or "")
+    if card and not names_in_lora(args):
+        return check_devices([int(card[1] or 0)], num_gpus)
+    try:
+        model = meta_model(load_config(args.model), trust_remote_code=args.model.trust_remote_code)
+    except UserError as error:
+        source = args.model.config_name or args.model.model_name_or_path
+        if source is None or Path(source).expanduser().exists():
+            return error.findings
+        found = error.findings[0]
+        return [Finding("info", found.key, f"names of modules were not compared with the model: {found.message}")]
+    findings: list[Finding] = []
+    if card:
+        findings += check_devices([int(card[1] or 0)], num_gpus)
+    elif args.maps.device_map is not None:
+        findings += _map_findings(args.maps.device_map, model, num_gpus)
+    if names_in_lora(args):
+        try:
+            attach_lora(model, copy.deepcopy(args.lora))
+        except UserError as error:
+            findings += error.findings
+    return findings
+
+
+def _map_findings(text: str, model: torch.nn.Module, num_gpus: int) -> list[Finding]:
+    if text in DEVICE_MAPS:
+        return []
+    try:
+        given = read_device_map(text)
+    except UserError:
+        return []  # said with the other arguments
+    return check_device_map(model, {name: normal_device(device) for name, device in given.items()}, num_gpus)
