@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from harness.engine_memory import GIB, offload_ratios
+from harness.engine_memory import GIB, offload_ratios, offloaded_input_bytes
 from harness.ladder import MemorySettings
 from harness.memory import Factors, MemoryEstimate, estimate_memory
 from harness.model_shape import EngineName, Measured, ModelShape, RunShape
@@ -158,9 +158,9 @@ def variants(
     """Every set of settings that keeps the mathematics of the given one.
 
     Args:
-        given: settings as asked for.
+        given: settings as asked for; activations that are offloaded stay so.
         pinned: names of settings that stay as given.
-        offload: False: none; True: only with; None: both.
+        offload: of weights and optimizer states: False: none; True: only with; None: both.
     """
     pins = set(pinned)
     sizes = [given.micro_batch_size] if "micro_batch_size" in pins else micro_batches(run.samples_per_step)
@@ -175,7 +175,11 @@ def variants(
                 for mode in modes:
                     for chunk in chunks:
                         changes = {**places, **buffers, "activation_checkpointing": mode, "loss_chunk_size": chunk}
-                        yield given.replace(micro_batch_size=size, **changes)
+                        settings = given.replace(micro_batch_size=size, **changes)
+                        yield settings
+                        moved = settings.replace(activation_offload=True)
+                        if moved != settings and offloaded_input_bytes(moved, run, measured.shape.hidden_size):
+                            yield moved
 
 
 def _places(

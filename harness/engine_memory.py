@@ -29,6 +29,9 @@ OPTIMIZER_STATE_BYTES: dict[str, float] = {
 # Elements whose averages `adamw_bf16` has in float32 at once.
 BF16_UPDATE_PIECE = 2**24
 
+# Inputs of blocks that are smaller are not worth a copy to the host.
+LEAST_OFFLOADED_BYTES = 2**20
+
 # Python, CUDA's libraries and the data loader of one training process.
 PROCESS_HOST_BYTES = int(3.5 * GIB)
 
@@ -92,10 +95,11 @@ def width(run: RunShape) -> int:
 
 
 def offloaded_input_bytes(settings: MemorySettings, run: RunShape, hidden_size: int) -> float:
-    """Of each block, what waits in host memory for its backward: its input, in float32 under autocast."""
-    if not settings.activation_offload or settings.activation_checkpointing == "none":
+    """Of each block, what waits in host memory for its backward: its input, in float32 under autocast. Small ones stay on the card."""
+    if not settings.activation_offload or settings.activation_checkpointing == "none" or run.engine == "device_map":
         return 0.0
-    return float(settings.micro_batch_size * run.block_size * hidden_size * (2 if run.weights == "bf16" else 4))
+    size = settings.micro_batch_size * run.block_size * hidden_size * (2 if run.weights == "bf16" else 4)
+    return float(size) if size >= LEAST_OFFLOADED_BYTES else 0.0
 
 
 def engine_memory(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:

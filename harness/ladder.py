@@ -99,7 +99,7 @@ def default_ladder(start: MemorySettings, *, block_size: int, offloads: Sequence
     Args:
         start: the settings in force; the first rung.
         block_size: tokens of the longest sample.
-        offloads: changes that this engine and machine can make after all others, in order; they need a new start of the processes.
+        offloads: changes that this engine and machine can make after all others, in order.
 
     Returns:
         `start` and everything below it, down to micro-batches of one sample with full activation checkpointing, and offload.

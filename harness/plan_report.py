@@ -67,6 +67,7 @@ def settings_text(candidate: Candidate) -> str:
     """Settings in a few words."""
     s = candidate.settings
     words = [f"{s.micro_batch_size} x {candidate.accumulation}", f"checkpointing {s.activation_checkpointing}"]
+    words += ["inputs of blocks on host"] if s.activation_offload else []
     if s.loss_chunk_size == 0:
         words.append("whole logits")
     if candidate.engine == "fsdp" and not s.reshard_after_forward:
@@ -151,6 +152,7 @@ def start_line(candidate: Candidate, model_flags: Sequence[str]) -> tuple[str, s
     tail.append(f"--gradient_accumulation_steps {candidate.accumulation}")
     if s.activation_checkpointing != "none":
         tail.append(f"--activation_checkpointing {s.activation_checkpointing}")
+        tail += ["--activation_offload"] if s.activation_offload else []
     tail += [f"--loss_chunk_size {s.loss_chunk_size}", "--train_file ...", "--output_dir out"]
     change = ""
     local = run.num_local

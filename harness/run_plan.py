@@ -368,6 +368,7 @@ def flags_of(plan: StartPlan) -> str:
     settings = plan.settings
     words = [f"--per_device_train_batch_size {settings.micro_batch_size}", f"--gradient_accumulation_steps {plan.candidate.accumulation}"]
     words.append(f"--activation_checkpointing {settings.activation_checkpointing}")
+    words += ["--activation_offload"] if settings.activation_offload else []
     return " ".join(words)
 
 

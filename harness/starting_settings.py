@@ -147,7 +147,10 @@ def make_ladder(
     stage = 3 if "zero3" in (name, further) else 0
     offloads = offload_steps(engine_family_of(further or engine), stage, settings, num_parameters) if guard_line.can_relaunch() else []
     spread = [] if further is None else [{"engine": further}]
-    return default_ladder(settings, block_size=block_size, offloads=[*spread, *offloads])
+    # On the card alone: elsewhere it moves nothing away. A device map has none.
+    on_card = torch.cuda.is_available() and not args.train.use_cpu and engine != "device_map"
+    inputs = [{"activation_offload": True}] if on_card else []
+    return default_ladder(settings, block_size=block_size, offloads=[*inputs, *spread, *offloads])
 
 
 def job_facts(

@@ -25,6 +25,8 @@ HALF_SPEED_TOKENS = 256
 LAUNCH_S = {"ddp": 1.6e-3, "device_map": 1.8e-3, "fsdp": 2.6e-3, "zero1": 2.0e-3, "zero2": 2.2e-3, "zero3": 5.0e-3}
 # Share of a collective that stays visible although it runs beside compute.
 NOT_HIDDEN = 0.12
+# Of a forward, what is computed again in backward.
+RECOMPUTED = {"none": 0.0, "selective": 0.8, "full": 1.0}
 # Of the ideal speed-up of a pipeline, what all forwards before all backwards under a device map reached: 1.67 with 8 micro-batches on 4
 # H200s, where k micro-batches on n cards could give n k / (n + k - 1).
 PIPELINE_EFFICIENCY = 0.58
@@ -112,7 +114,7 @@ def _compute(measured: Measured, run: RunShape, settings: MemorySettings, hardwa
     flops_rate *= tokens / (tokens + HALF_SPEED_TOKENS)
     bandwidth = hardware.memory_bandwidth * BANDWIDTH_EFFICIENCY
     frozen = 1.0 - shape.num_trainable / shape.num_parameters
-    repeat = {"none": 0.0, "selective": 0.8, "full": 1.0}[settings.activation_checkpointing]
+    repeat = RECOMPUTED[settings.activation_checkpointing]
     seconds = 0.0
     for kind, count in collections.Counter(shape.kind_of_layer).items():
         flops = batch * (layers.layers[kind].forward_flops + layers.layers[kind].backward_flops)
@@ -183,7 +185,14 @@ def _offload(settings: MemorySettings, measured: Measured, run: RunShape, hardwa
         if settings.param_offload == "nvme":
             states = 2 * (4 + optimizer_bytes(run)) * shape.num_trainable / shards
             seconds += states * run.num_local / hardware.nvme_bandwidth
-    if settings.activation_offload:
-        moved = 2 * len(shape.kind_of_layer) * offloaded_input_bytes(settings, run, shape.hidden_size)
-        seconds += num_micro * max(0.0, moved / hardware.pcie_bandwidth - 0.8 * compute)
+    return seconds + num_micro * _activation_copies(settings, measured, run, hardware, compute)
+
+
+def _activation_copies(settings: MemorySettings, measured: Measured, run: RunShape, hardware: Hardware, compute: float) -> float:
+    """Seconds that copies of the blocks' inputs add to a micro-batch: to the host beside forward, back beside backward."""
+    moved = len(measured.shape.kind_of_layer) * offloaded_input_bytes(settings, run, measured.shape.hidden_size)
+    one_way, seconds = moved / hardware.pcie_bandwidth, 0.0
+    forward = 1.0 / (3.0 + RECOMPUTED[settings.activation_checkpointing])
+    for beside in (forward * compute, (1.0 - forward) * compute):
+        seconds += max(0.0, one_way - beside) + NOT_HIDDEN * min(one_way, beside)
     return seconds

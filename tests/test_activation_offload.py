@@ -19,6 +19,7 @@ from harness.findings import UserError
 from harness.ladder import MemorySettings, parse_ladder
 from harness.model_shape import RunShape
 
+LEAST_BYTES = activation_offload._LEAST_BYTES
 SIZES = "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,num_key_value_heads=2"
 
 
@@ -114,6 +115,30 @@ def test_the_planner_counts_what_moves() -> None:
     assert offloaded_input_bytes(settings, RunShape("ddp", 2, 1024), 512) == 4 * 1024 * 512 * 4
     assert offloaded_input_bytes(settings.replace(activation_checkpointing="none"), run, 512) == 0
     assert offloaded_input_bytes(settings.replace(activation_offload=False), run, 512) == 0
+
+
+def test_inputs_too_small_to_move_are_not_counted() -> None:
+    from harness.engine_memory import LEAST_OFFLOADED_BYTES
+
+    assert LEAST_OFFLOADED_BYTES == 2**20 == LEAST_BYTES
+    run = RunShape("fsdp", 2, 1024)
+    settings = MemorySettings(1, "full", activation_offload=True)
+    assert [offloaded_input_bytes(settings, run, hidden) for hidden in (511, 512)] == [0.0, float(2**20)]
+    assert offloaded_input_bytes(settings, RunShape("device_map", 2, 1024), 4096) == 0
+
+
+def test_the_default_ladder_has_it_on_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.parsing import parse_args
+    from harness.starting_settings import make_ladder
+
+    args = parse_args(["--model_type", "llama", "--train_file", "none", "--output_dir", "none"])
+    found = {}
+    for on_card, engine in ((True, "ddp"), (False, "ddp"), (True, "device_map")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_card=on_card: on_card)
+        ladder = make_ladder(args, engine, MemorySettings(2), block_size=128, num_parameters=10, num_processes=2)
+        found[on_card, engine] = [(rung.micro_batch_size, rung.activation_checkpointing, rung.activation_offload) for rung in ladder]
+    without = [(2, "none", False), (2, "selective", False), (2, "full", False), (1, "full", False)]
+    assert found == {(True, "ddp"): [*without, (1, "full", True)], (False, "ddp"): without, (True, "device_map"): without}
 
 
 def test_the_flag_without_checkpointing_is_refused(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_variants_keep_the_optimizer_step_and_what_was_typed() -> None:
     run = RunShape("zero3", 4, 4096, samples_per_step=4)
     given = MemorySettings(4, "full", 1024)
     everything = list(variants(MEASURED, run, given, CARD))
-    assert len(everything) == len(set(everything)) == 3 * 2 * 3 * 3  # places, buffers, sizes, modes
+    assert len(everything) == len(set(everything)) == 3 * 2 * 3 * 5  # places, buffers, sizes, modes: two also with inputs on the host
     fixed = list(variants(MEASURED, run, given, CARD, pinned={"activation_checkpointing", "micro_batch_size"}))
     assert {(s.activation_checkpointing, s.micro_batch_size) for s in fixed} == {("full", 4)}
     assert all(s.optimizer_offload == 0 for s in variants(MEASURED, run, given, CARD, offload=False))
@@ -161,7 +161,13 @@ def test_variants_keep_the_optimizer_step_and_what_was_typed() -> None:
     missing = dataclasses.replace(MEASURED, unsupported=frozenset({"selective"}))
     assert {s.activation_checkpointing for s in variants(missing, run, given, CARD)} == {"none", "full"}
     on_disk = [s for s in variants(MEASURED, run, given, dataclasses.replace(CARD, nvme=True)) if s.param_offload == "nvme"]
-    assert len(on_disk) == 2 * 3 * 3
+    assert len(on_disk) == 2 * 3 * 5
+    asked = list(variants(MEASURED, run, given.replace(activation_offload=True), CARD))
+    assert len(asked) == 3 * 2 * 3 * 3 and all(s.activation_offload for s in asked)
+    for engine in ("device_map", "ddp"):  # a map has none; inputs below 1 MiB stay on the card
+        small = dataclasses.replace(MEASURED, block_size=8)
+        alone = RunShape(engine, 4, 8, samples_per_step=4)  # type: ignore[arg-type]
+        assert not any(s.activation_offload for s in variants(small, alone, given, CARD))
 
 
 @pytest.mark.parametrize(("optimizer", "parameters"), [(0.3, "none"), (1.0, "nvme"), (1.0, "cpu"), (0.0, "none")])
@@ -170,7 +176,7 @@ def test_where_states_were_put_stays_in_every_variant(optimizer: float, paramete
     run = RunShape("zero3", 4, 4096, samples_per_step=4)
     found = list(variants(MEASURED, run, given, CARD, pinned={"optimizer_offload", "param_offload"}))
     assert {(s.optimizer_offload, s.param_offload) for s in found} == {(optimizer, parameters)}
-    assert len(found) == 2 * 3 * 3
+    assert len(found) == 2 * 3 * 5
 
 
 def test_ladder_gets_slower_and_smaller() -> None:
@@ -245,6 +251,35 @@ def test_recompute_and_offload_cost_time() -> None:
     assert none < selective < full < 1.5 * none
     assert seconds(param_offload="cpu").total_s > 1.3 * none
     assert seconds("zero3", optimizer_offload=0.5).total_s < seconds("zero3", optimizer_offload=1.0).total_s
+
+
+def test_inputs_on_the_host_cost_what_compute_does_not_hide() -> None:
+    stays, moves = (seconds(activation_checkpointing="full", activation_offload=on) for on in (False, True))
+    one_way = 32 * 4 * 4096 * 4096 * 2 / 20e9  # layers, samples, tokens, hidden size, bytes; over PCIe
+    assert one_way < stays.compute_s / 2 / 4  # of two micro-batches, a quarter is forward: all hidden
+    assert moves.offload_s - stays.offload_s == pytest.approx(2 * 2 * 0.12 * one_way)
+    slow = dataclasses.replace(H100, pcie_bandwidth=0.2e9)
+    assert seconds(hardware=slow, activation_checkpointing="full", activation_offload=True).total_s > 1.5 * stays.total_s
+    assert seconds(activation_offload=True) == seconds()  # without checkpointing nothing moves
+
+
+def test_inputs_of_blocks_go_to_the_host_before_weights_do() -> None:
+    """Of a long block: a card that is too small for the inputs of all layers, on a host that has room for them."""
+    run = RunShape("fsdp", 8, 65536, samples_per_step=1)
+    measured = dataclasses.replace(MEASURED, block_size=65536)
+    plan = plan_engine(measured, run, H100, MemorySettings(1, loss_chunk_size=1024), CARD)
+    inputs = 32 * 65536 * 4096 * 2
+    without = [c for c in plan.candidates if not c.settings.activation_offload and not c.offload]
+    smallest = min(c.estimate.expected_bytes for c in without)
+    limits = dataclasses.replace(CARD, gpu_bytes=int(smallest - inputs / 2))
+    tight = plan_engine(measured, run, H100, MemorySettings(1, loss_chunk_size=1024), limits, figure="expected")
+    assert tight.chosen is not None
+    assert (tight.chosen.settings.activation_offload, tight.chosen.settings.param_offload) == (True, "none")
+    assert tight.chosen.estimate.host_bytes >= 8 * inputs
+    poor = plan_engine(
+        measured, run, H100, MemorySettings(1, loss_chunk_size=1024), dataclasses.replace(limits, host_bytes=8 * inputs), figure="expected"
+    )
+    assert not any(c.settings.activation_offload for c in poor.candidates)
 
 
 def test_micro_batches_in_flight_fill_the_cards() -> None:

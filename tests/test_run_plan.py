@@ -106,13 +106,10 @@ def test_ladder_below_the_start_gets_slower_and_smaller(may_relaunch: bool) -> N
     assert all((rung.need_bytes or 0.0) < (rungs[0].need_bytes or 0.0) for rung in rungs[1:])
     differing = {name for rung in rungs for name, value in rung.settings.to_dict().items() if value != found.settings.to_dict()[name]}
     assert (differing <= run_plan.IN_PLACE) is not may_relaunch
-    in_place = [
-        rung
-        for rung in rungs
-        if rung.settings.replace(micro_batch_size=1, activation_checkpointing="none")
-        == found.settings.replace(micro_batch_size=1, activation_checkpointing="none")
-    ]
-    assert (in_place[-1].settings.micro_batch_size, in_place[-1].settings.activation_checkpointing) == (1, "full")
+    free: dict[str, Any] = {"micro_batch_size": 1, "activation_checkpointing": "none", "activation_offload": False}
+    in_place = [rung for rung in rungs if rung.settings.replace(**free) == found.settings.replace(**free)]
+    last = in_place[-1].settings
+    assert (last.micro_batch_size, last.activation_checkpointing, last.activation_offload) == (1, "full", True)
 
 
 def test_a_miss_that_is_redone_in_place_is_risked_and_others_are_not() -> None:
