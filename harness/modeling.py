@@ -7,6 +7,7 @@ Host memory is bounded by one block; weights are the same under every engine and
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import difflib
@@ -385,12 +386,13 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
         whole = _load_whole(empty)
     units = layer_units(model)
     inside = {id(module) for _, unit in units for module in unit.modules()}
-    memo: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    uses = collections.Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    memo: dict[int, tuple[Tensor, nn.Parameter | None]] = {}
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     rest = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
-    for index, (unit_name, unit) in enumerate([*units, ("", model)]):
-        members = [module for _, module in rest] if unit is model else list(unit.modules())
-        fresh = _materialise(members, device, empty, memo)
+
+    def make(members: list[nn.Module], index: int) -> None:
+        fresh = _materialise(members, device, empty, memo, uses)
         stored = [(parameter_names[old], parameter) for old, parameter in fresh if empty.stored_name(parameter_names[old]) is not None]
         if source is not None and names is not None:
             for name, parameter in stored:
@@ -405,27 +407,40 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
             initialise(model, members, empty.seed, index, device)
         if empty.init_block is not None:
             empty.init_block(members, index, device)
+
+    for index, (unit_name, unit) in enumerate([*units, ("", model)]):
+        # Nothing here may hold on to a parameter: whoever shards a block keeps a part of it, and the whole must be gone before the next.
+        make([module for _, module in rest] if unit is model else list(unit.modules()), index)
         if shard is not None:
             shard(unit_name, unit)
     return model
 
 
 def _materialise(
-    modules: list[nn.Module], device: torch.device, empty: EmptyModel, memo: dict[int, tuple[Tensor, nn.Parameter]]
+    modules: list[nn.Module],
+    device: torch.device,
+    empty: EmptyModel,
+    memo: dict[int, tuple[Tensor, nn.Parameter | None]],
+    uses: collections.Counter[int],
 ) -> list[tuple[int, nn.Parameter]]:
-    """Replaces meta parameters by empty ones, tied ones by the same; buffers move. Returns (id of the old one, new one)."""
+    """Replaces meta parameters by empty ones, tied ones (`uses` says which) by the same; buffers move.
+
+    Returns (id of the old one, new one).
+    """
     fresh = []
     for module in modules:
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.is_meta:
                 continue
-            if id(parameter) not in memo:
+            new = memo[id(parameter)][1] if id(parameter) in memo else None
+            if new is None:
                 wanted = empty.dtype if parameter.requires_grad else empty.frozen_dtype or empty.dtype
                 dtype_here = wanted if parameter.is_floating_point() else parameter.dtype
                 new = nn.Parameter(torch.empty_like(parameter, device=device, dtype=dtype_here), requires_grad=parameter.requires_grad)
-                memo[id(parameter)] = (parameter, new)  # the old one is kept so that its id is not used again
+                # The old one is kept so that its id is not used again; the new one only for those who share it.
+                memo[id(parameter)] = (parameter, new if uses[id(parameter)] > 1 else None)
                 fresh.append((id(parameter), new))
-            module._parameters[name] = memo[id(parameter)][1]
+            module._parameters[name] = new
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,30 @@ def test_other_architectures_load_what_transformers_saved(model_type: str, tmp_p
     ids = torch.randint(0, 259, (2, 16))
     assert torch.equal(filled(input_ids=ids).logits, original(input_ids=ids).logits)
     assert len(layer_units(filled)) == 2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_block_is_gone_when_the_next_one_is_made(tied: bool) -> None:
+    """A model that is sharded while it is filled needs room for its shards and one whole block, not for all its weights."""
+    overrides = f"{TINY},tie_word_embeddings={str(tied).lower()}"
+    args = ModelArguments(model_type="llama", config_overrides=overrides, tokenizer_name="bytes")
+    empty = build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=5)
+    whole: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def shard(name: str, module: torch.nn.Module) -> None:
+        alive.append(sum(each() is not None for each in whole))
+        if name == "":
+            return
+        for inner in module.modules():
+            for key, parameter in inner._parameters.items():
+                if parameter is not None:
+                    whole.append(weakref.ref(parameter))
+                    inner._parameters[key] = torch.nn.Parameter(parameter.detach().flatten()[:1].clone())
+
+    model = fill(empty, CPU, shard)
+    assert alive == [0, 0, 0] and len(whole) == 18  # two layers of nine
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
 def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
