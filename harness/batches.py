@@ -53,7 +53,7 @@ class MicroBatch:
     Attributes:
         input_ids, labels, position_ids: (b, s) int64.
         document_ids: (b, s) int32, padding numbered as one more document of its row; None when every row is one document without
-            padding, where plain causal attention is right.
+            padding, where plain causal attention is right, or with padding that `collate` was told to leave unmasked.
         num_label_tokens: labels that are predicted, i.e. labels[:, 1:] != -100.
         single_documents: every row is one document and then only padding. Plain causal attention then gives the right results
             for all real tokens too, because padding comes last.
@@ -95,7 +95,8 @@ def collate(
     Args:
         samples: at least one.
         pad_id: token put into padding.
-        multiple_of: the length is rounded up to a multiple of this (8 suits tensor cores).
+        multiple_of: the length is rounded up to a multiple of this. Rows are long where that is needed, and a mask of every pair of
+            tokens is dear: where padding alone would need one there is none, which changes nothing for what comes before it.
         source_ids: source of each sample.
         pin_memory: page-locked tensors.
     """
@@ -125,7 +126,7 @@ def collate(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(position_ids),
-        document_ids=None if single and not padded else torch.from_numpy(document_ids),
+        document_ids=None if single and (multiple_of > 1 or not padded) else torch.from_numpy(document_ids),
         num_label_tokens=int(np.count_nonzero(labels[:, 1:] != IGNORE)),
         single_documents=single,
         source_ids=None if source_ids is None else torch.tensor(list(source_ids), dtype=torch.int64),

@@ -6,10 +6,11 @@ that engines put around a block (gathering and freeing its weights) stay outside
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -161,6 +162,16 @@ class Blocks:
             return checkpoint(functools.partial(function, module), *args, **options, **kwargs)
 
         return Compiled(function if mode == "none" else checkpointed, name, backend=self.backend, on_failure=self._run_as_they_are)
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, for forwards without gradients, the blocks run as they are: what runs once is not worth compiling."""
+        forwards = {unit: unit.__dict__.pop("forward") for unit in self.units if "forward" in vars(unit)}
+        try:
+            yield
+        finally:
+            for unit, forward in forwards.items():
+                unit.forward = forward
 
     def _run_as_they_are(self) -> None:
         """All blocks go back, also those that had compiled: half a model compiled would be neither fast nor simple to look into."""

@@ -23,6 +23,8 @@ from harness.host_checks import size_text
 from harness.machine import GIB, Machine
 from harness.model_files import impossible_sizes, names_a_path
 from harness.node_facts import num_local_processes
+from harness.sequence_rules import KEY as SEQUENCE_KEY
+from harness.sequence_rules import job_findings, model_findings
 from harness.user_files import parse_json
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
@@ -63,12 +65,14 @@ class ModelFacts:
         max_positions: longest sample it can take; None where not known.
         num_params: its parameters, from the size of its weight files; None where there are none.
         problems: why the folder cannot be used.
+        config: what its config.json says of the language model.
     """
 
     model_type: str | None = None
     max_positions: int | None = None
     num_params: int | None = None
     problems: tuple[Finding, ...] = ()
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def model_facts(args: Arguments) -> ModelFacts:
@@ -96,7 +100,7 @@ def model_facts(args: Arguments) -> ModelFacts:
         return ModelFacts(config["model_type"], problems=tuple(impossible))
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     num_params, problems = _weights(path, config, key) if path.is_dir() and key == "--model_name_or_path" else (None, ())
-    return ModelFacts(config.get("model_type"), positions, num_params, problems)
+    return ModelFacts(config.get("model_type"), positions, num_params, problems, config)
 
 
 def _weights(folder: Path, config: Mapping[str, Any], key: str) -> tuple[int | None, tuple[Finding, ...]]:
@@ -131,6 +135,7 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
     return [
         *facts.problems,
         *_process_findings(args, engine, num_local, machine),
+        *_sequence_findings(args, engine, num_processes, num_local, facts),
         *_precision_findings(args, machine),
         *_kernel_findings(args, machine),
         *_four_bit_findings(args, engine),
@@ -182,6 +187,16 @@ def _process_findings(args: Arguments, engine: str, num_local: int, machine: Mac
         yield Finding("info", "num_processes", f"{num_local} of {num_gpus} cards are used", f"start {num_gpus} processes for all")
     if num_local == 1 and engine == "fsdp":
         yield Finding("info", "num_processes", "one process has nothing to shard with", "start one process for each card")
+
+
+def _sequence_findings(args: Arguments, engine: str, num_processes: int, num_local: int, facts: ModelFacts) -> Iterator[Finding]:
+    """Processes that share samples."""
+    size = args.train.sequence_parallel_size
+    yield from job_findings(size, engine, num_processes)
+    yield from model_findings(size, facts.config.get)
+    if 1 < size <= num_processes and num_processes % size == 0 and num_local % size:
+        message = f"{size} processes share a sample, and a machine has {num_local}: attention sends all that it reads over the network"
+        yield Finding("warning", SEQUENCE_KEY, message, "a number that divides the processes of a machine")
 
 
 def _precision_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
@@ -329,6 +344,7 @@ def _interval_findings(args: Arguments) -> Iterator[Finding]:
 def _batch_findings(args: Arguments, num_processes: int) -> Iterator[Finding]:
     train, data = args.train, args.data
     total, micro = train.target_batch_size, train.per_device_train_batch_size
+    num_processes = num_processes // max(1, train.sequence_parallel_size) or 1  # those that have different samples
     unit = micro * num_processes
     if total is not None and total % unit:
         message = f"{total} is no multiple of per_device_train_batch_size * processes = {micro} * {num_processes}"

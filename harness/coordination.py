@@ -109,6 +109,7 @@ class Coordinator:
         backend: backend of the default process group, "gloo" or "cpu:gloo,cuda:nccl".
         timeout_s: limit of every wait on other ranks.
         waited_s: how long this rank has waited for the others on the host; the one that the others wait for has the least.
+        sequence_parallel_size: consecutive processes that have the same samples, a slice of the tokens each.
     """
 
     num_processes: int
@@ -122,6 +123,17 @@ class Coordinator:
     checkpoint_group: Any = None
     store: dist.Store | None = None
     waited_s: float = 0.0
+    sequence_parallel_size: int = 1
+
+    @property
+    def num_data_parallel(self) -> int:
+        """How many different parts the samples of a step are cut into."""
+        return self.num_processes // self.sequence_parallel_size
+
+    @property
+    def data_parallel_index(self) -> int:
+        """Which of them is this process's."""
+        return self.process_index // self.sequence_parallel_size
 
     @property
     def is_main_process(self) -> bool:

@@ -93,6 +93,7 @@ class Evaluator:
             num_tokens += micro.num_label_tokens
         self.check()
         total, count = self.coordinator.sum([0.0 if loss_sum is None else float(loss_sum), num_tokens], "evaluation")
+        count /= self.coordinator.sequence_parallel_size  # ranks that share samples have the losses of a part, and the count of all
         loss = total / count if count else float("nan")
         result = {
             "eval_loss": loss,

@@ -33,6 +33,7 @@ from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
 from harness.resume import config_facts, find_begin, load_best, refuse_foreign, resume, template_facts
+from harness.sequence_rules import model_findings
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
 from harness.starting_settings import DryRunWatch, Start, build_ahead, choose_start, job_facts
@@ -139,6 +140,7 @@ def _short(value: Any) -> str:
 def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordinator, stop: StopFlag, train_dataset: Any = None) -> bool:
     """Trains and exports. Returns True when the run is finished, False when it was asked to stop and has saved."""
     _seed(args, coordinator)
+    coordinator.sequence_parallel_size = args.train.sequence_parallel_size
     engine_name = spread_over_cards(engine_name, args, coordinator)
     config = modeling.load_config(args.model)
     tokenizer = modeling.load_tokenizer(args.model)
@@ -298,15 +300,15 @@ def _accumulation(args: Arguments, num_processes: int) -> int:
 
 def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinator) -> tuple[StepLoader | StreamLoader, RunPlan]:
     train, data = args.train, args.data
-    accumulation = _accumulation(args, coordinator.num_processes)
+    accumulation = _accumulation(args, coordinator.num_data_parallel)
     train.gradient_accumulation_steps = accumulation
-    global_batch_size = train.per_device_train_batch_size * accumulation * coordinator.num_processes
+    global_batch_size = train.per_device_train_batch_size * accumulation * coordinator.num_data_parallel
     loader = build_loader(
         data,
         prepared,
         global_batch_size=global_batch_size,
-        num_processes=coordinator.num_processes,
-        process_index=coordinator.process_index,
+        num_processes=coordinator.num_data_parallel,
+        process_index=coordinator.data_parallel_index,
         seed=train.seed if train.data_seed is None else train.data_seed,
         pin_memory=coordinator.device.type == "cuda",
     )
@@ -324,6 +326,9 @@ def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinat
 
 
 def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
+    text = empty.config.get_text_config() if hasattr(empty.config, "get_text_config") else empty.config
+    if problems := list(model_findings(args.train.sequence_parallel_size, lambda name: getattr(text, name, None))):
+        raise UserError(problems)
     isolated = args.data.document_isolation and args.data.packing != "none"
     if isolated and not modeling.can_isolate(empty.model):
         raise user_error(
@@ -422,7 +427,7 @@ def _dry_run(args: Arguments, start: Start, trainer: Trainer, prepared: Any, loa
     batch = dry_run_step(prepared, number, pin_memory=coordinator.device.type == "cuda")
     watch = DryRunWatch(start, trainer.recovery, coordinator)
     with phase("dry run"):
-        trainer.recovery.dry_run(engine.forward_backward, batch, max(1, batch.num_label_tokens * coordinator.num_processes))
+        trainer.recovery.dry_run(engine.forward_backward, batch, max(1, batch.num_label_tokens * coordinator.num_data_parallel))
     watch.done()
 
 
@@ -479,9 +484,10 @@ def _evaluation_batches(
     return eval_batches(
         prepared.evaluation,
         batch_size,
-        coordinator.num_processes,
-        coordinator.process_index,
+        coordinator.num_data_parallel,
+        coordinator.data_parallel_index,
         pad_id=loader.pad_id,
+        multiple_of=coordinator.sequence_parallel_size,
         pin_memory=coordinator.device.type == "cuda",
     )
 

@@ -6,6 +6,7 @@ a step is cut into micro-batches and ranks does not change it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -191,7 +192,11 @@ def has_router_loss(config: Any) -> bool:
     return bool(getattr(config, "output_router_logits", False)) and float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) > 0
 
 
-def install_loss(model: Any, chunk_size: int, *, compiled: bool = False) -> None:
+Share = Callable[[dict[str, Any], Tensor], contextlib.AbstractContextManager[tuple[dict[str, Any], Tensor]]]
+"""Around a forward: (keyword arguments, targets) -> what of them this process computes (`harness.sequence_parallel`)."""
+
+
+def install_loss(model: Any, chunk_size: int, *, compiled: bool = False, share: Share | None = None) -> None:
     """Makes `model(input_ids=..., labels=...)` return the summed loss (scalar float32) instead of logits.
 
     Without labels the model behaves as before. With a function as `report` too, it is called with the loss of every row, (batch,)
@@ -201,6 +206,7 @@ def install_loss(model: Any, chunk_size: int, *, compiled: bool = False) -> None
     Args:
         chunk_size: as in `chunked_cross_entropy_sum`.
         compiled: the loss's own operations as compiled kernels.
+        share: where several processes share the samples; None: whole ones. The loss is then of this process's part.
     """
     original: Callable[..., Any] = model.forward
     plain = head_is_plain(model)
@@ -210,10 +216,12 @@ def install_loss(model: Any, chunk_size: int, *, compiled: bool = False) -> None
     def forward(*args: Any, labels: Tensor | None = None, report: Callable[[Tensor], None] | None = None, **kwargs: Any) -> Any:
         if labels is None:
             return original(*args, **kwargs)
-        token_losses = None if report is None else torch.empty(labels.numel(), dtype=torch.float32, device=labels.device)
-        loss = loss_of(shifted_targets(labels).flatten(), token_losses, *args, **kwargs)
+        targets = shifted_targets(labels)
+        with contextlib.nullcontext((kwargs, targets)) if share is None else share(kwargs, targets) as (own, goals):
+            token_losses = None if report is None else torch.empty(goals.numel(), dtype=torch.float32, device=goals.device)
+            loss = loss_of(goals.flatten(), token_losses, *args, **own)
         if report is not None and token_losses is not None:
-            report(token_losses.view_as(labels).sum(1))
+            report(token_losses.view_as(goals).sum(1))
         return loss
 
     def loss_of(targets: Tensor, token_losses: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:

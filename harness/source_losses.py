@@ -58,5 +58,6 @@ class SourceLosses:
             sums[0].index_add_(0, ids, losses.double().cpu())
             sums[1].index_add_(0, ids, counts.double())
         self._kept.clear()
+        sums[1] /= coordinator.sequence_parallel_size  # ranks that share samples have the losses of a part, and the counts of all
         total = coordinator.sum(sums.flatten().tolist(), "loss of each source")
         return {name: total[i] / total[size + i] for i, name in enumerate(self.names) if total[size + i]}

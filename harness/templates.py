@@ -286,6 +286,7 @@ def _apply_precision(args: Arguments, decided: str | None, key: str, says: str) 
 def _apply_batch(template: Mapping[str, Any], args: Arguments, num_processes: int) -> list[Finding]:
     """Solves total = micro x accumulation x processes for what is not given, and stores micro-batch and accumulation."""
     train, findings = args.train, []
+    num_processes = num_processes // max(1, train.sequence_parallel_size) or 1  # those that have different samples
     flags = {"train_micro_batch_size_per_gpu": "per_device_train_batch_size", "gradient_accumulation_steps": "gradient_accumulation_steps"}
     flags["train_batch_size"] = "target_batch_size"
     given: dict[str, int | None] = {}

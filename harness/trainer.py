@@ -307,9 +307,10 @@ class Trainer:
         return self.engine.forward_backward(batch, num_label_tokens)
 
     def _global_counts(self, batch: StepBatch) -> tuple[int, int]:
-        """(input tokens, label tokens) of the step over all ranks."""
+        """(input tokens, label tokens) of the step over all ranks; those of samples that ranks share once."""
         values = self.coordinator.sum([batch.num_input_tokens, batch.num_label_tokens], "tokens of the step")
-        return int(values[0]), int(values[1])
+        copies = self.coordinator.sequence_parallel_size
+        return int(values[0]) // copies, int(values[1]) // copies
 
     def _advance(self, batch: StepBatch, loss_sum: torch.Tensor, counts: tuple[int, int]) -> None:
         self.state.step += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,14 @@ from harness.engines.base import micro_batch_loss
 from harness.loss import install_loss
 from harness.source_losses import SourceLosses
 
-ALONE: Any = types.SimpleNamespace(sum=lambda values, what: values)
+
+
+def adding(add: Callable[[list[float]], list[float]]) -> Any:
+    """A coordinator that adds up the ranks' values like this."""
+    return types.SimpleNamespace(sum=lambda values, what: add(values), sequence_parallel_size=1)
+
+
+ALONE = adding(lambda values: values)
 
 
 def batch_of(samples: list[tuple[int, list[int]]], num_fillers: int = 0) -> Any:
@@ -109,8 +117,8 @@ def test_the_losses_are_the_same_for_any_number_of_ranks(num_ranks: int) -> None
         sources.commit()
     told: list[list[float]] = []
     for sources in ranks[1:]:
-        sources.read(types.SimpleNamespace(sum=lambda values, what: (told.append(values), values)[1]))  # type: ignore[arg-type]
-    together: Any = types.SimpleNamespace(sum=lambda values, what: np.sum([values, *told], axis=0).tolist())
+        sources.read(adding(lambda values: (told.append(values), values)[1]))  # type: ignore[func-returns-value]
+    together = adding(lambda values: np.sum([values, *told], axis=0).tolist())
     assert ranks[0].read(together) == pytest.approx(expected, rel=1e-5)
 
 

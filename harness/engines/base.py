@@ -24,6 +24,7 @@ from harness.coordination import Coordinator
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora
 from harness.modeling import documents
+from harness.sequence_parallel import SequenceParallel
 from harness.stored_state import StoredState
 
 
@@ -39,6 +40,7 @@ class Build:
         precision: "bf16", "fp16" or "fp32", resolved.
         total_steps: optimizer steps of the whole run, for the schedule.
         lora: adapters in the empty model; None without.
+        sequence: this process among those that share its samples; None where each has its own.
     """
 
     args: Arguments
@@ -48,6 +50,21 @@ class Build:
     precision: str
     total_steps: int
     lora: AttachedLora | None = None
+    sequence: SequenceParallel | None = None
+
+    def micro_batches(self, batch: StepBatch, micro_batch_size: int) -> list[MicroBatch]:
+        """The samples of a step, cut by the settings in force; rows of a length that can be shared."""
+        return batch.micro_batches(micro_batch_size, self.coordinator.sequence_parallel_size)
+
+    @property
+    def share(self) -> Any:
+        """For `harness.loss.install_loss`."""
+        return None if self.sequence is None else self.sequence.sharing
+
+    def vote_on_exchanges(self, check: Callable[[], None]) -> None:
+        """From here on `check` is called before every exchange of attention too."""
+        if self.sequence is not None:
+            self.sequence.check = check
 
 
 class Engine(Protocol):

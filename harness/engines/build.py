@@ -20,6 +20,7 @@ from harness.ladder import MemorySettings
 from harness.lora import BASE_FOLDER, AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel, layer_units, num_parameters
 from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
+from harness.sequence_parallel import SequenceParallel, check_losses
 
 log = logging.getLogger("harness")
 
@@ -143,7 +144,10 @@ def build_engine(
         UserError: what only the model can show to be wrong in a template.
     """
     lora = attach_adapters(engine, args, empty_model, precision) if args.lora.lora_r is not None else None
-    build = Build(args, coordinator, empty_model, settings, precision, total_steps, lora)
+    sequence = SequenceParallel(coordinator) if coordinator.sequence_parallel_size > 1 else None
+    if sequence is not None:
+        sequence.install(empty_model.model)
+    build = Build(args, coordinator, empty_model, settings, precision, total_steps, lora, sequence)
     used: dict[str, Any] = {}
     made: Any
     if engine == "zero":
@@ -176,6 +180,8 @@ def build_engine(
             made.module, lora, coordinator.gather, check_r=args.lora.check_r_consistency, strict=args.lora.strict_r_check
         )
         for finding in checked:
+    if sequence is not None:
+        prove_shared_samples(made, sequence, args, coordinator, empty_model.config, precision)
             log.warning("%s", finding.line())
         log.info("LoRA: r=%d, %d modules, consistent on all ranks", lora.config.r, len(lora.modules))
     return made, used
@@ -186,6 +192,22 @@ def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, preci
 
     Raises:
         UserError: names that are not in the model, or what an engine cannot do.
+def prove_shared_samples(
+    engine: Any, sequence: SequenceParallel, args: Arguments, coordinator: Coordinator, config: Any, precision: str
+) -> None:
+    """Before anything is trained: the model's loss is the same whether processes share its samples or not.
+
+    Raises:
+        UserError: it is not.
+    """
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    isolate = args.data.document_isolation and args.data.packing != "none"
+    tolerance = 1e-3 if precision == "fp32" and not args.train.tf32 else 5e-2  # of 16 bits, whose products round by their shape
+    with engine.blocks.uncompiled():
+        apart = check_losses(sequence, engine.eval_loss, coordinator, int(text.vocab_size), isolate=isolate, tolerance=tolerance)
+    log.info("samples are shared by %d processes each; loss within %.1e of that of whole samples", sequence.size, apart)
+
+
     """
     if args.lora.use_dora and engine == "zero":
         template = load_deepspeed_template(args, os.environ) or {}

@@ -46,7 +46,7 @@ class DdpEngine:
         train = build.args.train
         self.module: Any = fill(build.empty_model, self.device, broadcast=self._broadcast)
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
-        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled, share=build.share)
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
@@ -81,6 +81,7 @@ class DdpEngine:
             self.check, self.wrapped = check, self.module
 
     def _sum_gradients(self) -> None:
+            self.build.vote_on_exchanges(check)
         """Averages gradients over ranks, in place; every rank votes before the first collective."""
         assert self.check is not None
         self.check()
@@ -94,7 +95,7 @@ class DdpEngine:
         total = torch.zeros((), device=self.device)
         # DDP averages gradients over ranks; the loss is a sum over all ranks' tokens.
         scale = self.coordinator.num_processes / max(num_label_tokens, 1)
-        micros = batch.micro_batches(self.settings.micro_batch_size)
+        micros = self.build.micro_batches(batch, self.settings.micro_batch_size)
         for index, micro in enumerate(micros):
             last = index == len(micros) - 1
             sync = contextlib.nullcontext() if last or self.wrapped is self.module else self.wrapped.no_sync()  # type: ignore[operator]

@@ -114,7 +114,7 @@ class FsdpEngine:
         self.wrap = {name for name, _ in units_to_wrap(build.empty_model.model, template)}
         self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
-        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled, share=build.share)
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
@@ -169,12 +169,13 @@ class FsdpEngine:
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_voted(DefaultAllGather, check))
                 module.set_custom_reduce_scatter(_voted(DefaultReduceScatter, check))
+        self.build.vote_on_exchanges(check)
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         total = torch.zeros((), device=self.device)
         # The reduce-scatter averages over all ranks; the loss is a sum over all ranks' tokens.
         scale = self.coordinator.num_processes / max(num_label_tokens, 1)
-        for micro in batch.micro_batches(self.settings.micro_batch_size):
+        for micro in self.build.micro_batches(batch, self.settings.micro_batch_size):
             loss = micro_batch_loss(self.module, micro, self.device)
             self.scaler.scale(loss * scale).backward()
             total += loss.detach()

@@ -151,7 +151,7 @@ class ZeroEngine:
         self.module: Any = fill(build.empty_model, self.device, self._partition if self.stage == 3 else None, broadcast=self._broadcast)
         whole_blocks = self._gather_whole_blocks()
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device) if whole_blocks else None)
-        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled)
+        install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled, share=build.share)
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         optimizer = None if "optimizer" in ds_config else self._build_optimizer()
         scheduler = None
@@ -233,6 +233,7 @@ class ZeroEngine:
 
         if self.coordinator.num_processes == 1:
             return
+        self.build.vote_on_exchanges(check)
         for name in _COLLECTIVES:
             original = getattr(comm.cdb, name, None)
             if original is not None:
@@ -260,7 +261,7 @@ class ZeroEngine:
         total = torch.zeros((), device=self.device)
         # DeepSpeed averages gradients over ranks; the loss is a sum over all ranks' tokens.
         scale = self.coordinator.num_processes / max(num_label_tokens, 1)
-        micros = batch.micro_batches(self.settings.micro_batch_size)
+        micros = self.build.micro_batches(batch, self.settings.micro_batch_size)
         with self._voting():
             for index, micro in enumerate(micros):
                 self.engine.set_gradient_accumulation_boundary(index == len(micros) - 1)

@@ -85,6 +85,9 @@ def install(injector: Injector) -> None:
 
     wrap(collectives.DefaultAllGather, "allocate", "gather-buffer", injector)
     wrap(collectives.DefaultReduceScatter, "allocate", "reduce-buffer", injector)
+    from harness.sequence_parallel import SequenceParallel
+
+    wrap(SequenceParallel, "allocate", "exchange-buffer", injector)
     wrap(job, "build_engine", "start", injector)
     make_recovery = job._recovery
 
