@@ -218,7 +218,7 @@ class LoraArguments:
     modules_to_save: list[str] = _field([], "Modules that are trained whole and saved with the adapters.")
     use_dora: bool = _field(False, "DoRA: the magnitudes of the weights are trained apart from their directions.")
     use_rslora: bool = _field(False, "Scale by alpha / sqrt(r) instead of alpha / r.")
-    load_in_4bit: bool = _field(False, "QLoRA: frozen layers in 4 bits (NF4), by bitsandbytes; DDP or one process.")
+    load_in_4bit: bool = _field(False, "QLoRA: frozen layers in 4 bits (NF4), by bitsandbytes; DDP, FSDP2 or one process.")
     rank_pattern: Optional[str] = _field(None, "JSON with other r for some modules: '{\"q_proj\": 16}'.")
     alpha_pattern: Optional[str] = _field(None, "JSON with other alpha for some modules.")
     check_r_consistency: bool = _field(True, "Compare r in the config with the adapters' shapes, and adapters across ranks.")

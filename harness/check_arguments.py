@@ -261,9 +261,9 @@ def _four_bit_findings(args: Arguments, engine: str) -> Iterator[Finding]:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         yield Finding("error", "--load_in_4bit", "needs the package bitsandbytes", "pip install bitsandbytes, or remove the flag")
-    if engine != "ddp":
-        message = f"does not work under {engine}, which cuts or moves weights that are no plain tensors any more"
-        yield Finding("error", "--load_in_4bit", message, "torchrun without --fsdp and --deepspeed, and no --device_map")
+    if engine not in ("ddp", "fsdp"):
+        message = f"does not work under {engine}, which moves or copies weights without what is needed to read them"
+        yield Finding("error", "--load_in_4bit", message, "--fsdp full_shard, or torchrun without --fsdp and --deepspeed")
 
 
 # ---------------------------------------------------------------- optimizer, schedule, intervals

@@ -3,42 +3,64 @@
 A block's weights are read as they are stored and quantised in place before the next block is read, so a process never holds more than one
 block in 16 or 32 bits. The head, embeddings and norms stay as they are. The method, NF4 with double quantisation, is that of
 https://arxiv.org/abs/2305.14314.
+
+A packed weight is a plain parameter whose bits are stored as numbers of the compute dtype, not bitsandbytes' own kind of tensor: FSDP2 cuts
+and gathers it like every other one, and its mixed precision, which casts what has another dtype, leaves the bits alone. What is needed to
+read it, a thirtieth of its size, lies beside it whole on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 InitBlock = Callable[[list[nn.Module], int, torch.device], None]
 
 
-def quantise_linear(linear: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
-    """A frozen linear layer as one of bitsandbytes in NF4, on the same device.
+class PackedLinear(nn.Module):
+    """A frozen linear layer in NF4.
 
-    Args:
+    Attributes:
+        weight: (in * out / 2 / bytes of the dtype, 1) bits of the weight, as numbers of the compute dtype.
+        bias: (out), or None.
+        quant_state: bitsandbytes' scales and shape.
         compute_dtype: in which it multiplies.
     """
-    import bitsandbytes as bnb
 
-    with torch.device("meta"):
-        quantised: Any = bnb.nn.Linear4bit(
-            linear.in_features,
-            linear.out_features,
-            bias=linear.bias is not None,
-            compute_dtype=compute_dtype,
+    def __init__(self, linear: nn.Linear, compute_dtype: torch.dtype) -> None:
+        from bitsandbytes import functional
+
+        super().__init__()
+        packed, self.quant_state = functional.quantize_4bit(
+            linear.weight.detach().contiguous(),
+            blocksize=64,
             compress_statistics=True,
             quant_type="nf4",
+            quant_storage=compute_dtype,
         )
-    device = linear.weight.device
-    weight = bnb.nn.Params4bit(linear.weight.detach().cpu(), requires_grad=False, compress_statistics=True, quant_type="nf4")
-    weight.module = quantised  # where it leaves what it needs to be read again
-    quantised.weight = weight.to(device)  # this move is what quantises
-    quantised.bias = linear.bias
-    return quantised
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = linear.bias
+        self.compute_dtype = compute_dtype
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.mark()
+
+    def mark(self) -> None:
+        """Lets the parameter tell its true shape; again after it was sharded, which makes a new one."""
+        self.weight.quant_state = self.quant_state  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """inputs: (..., in), any floating dtype; (..., out) of the same."""
+        import bitsandbytes as bnb
+
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        # Transposed, as bitsandbytes before 0.50 wants it; later ones take both.
+        outputs = bnb.matmul_4bit(inputs.to(self.compute_dtype), self.weight.t(), bias=bias, quant_state=self.quant_state)
+        return outputs.to(inputs.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, NF4"
 
 
 def quantise_block(modules: Sequence[nn.Module], compute_dtype: torch.dtype) -> int:
@@ -47,9 +69,16 @@ def quantise_block(modules: Sequence[nn.Module], compute_dtype: torch.dtype) -> 
     for module in modules:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and not child.weight.requires_grad:
-                setattr(module, name, quantise_linear(child, compute_dtype))
+                setattr(module, name, PackedLinear(child, compute_dtype))
                 count += 1
     return count
+
+
+def mark_packed(module: nn.Module) -> None:
+    """`PackedLinear.mark` for all layers within a module that was sharded."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            part.mark()
 
 
 def then_quantised(init_block: InitBlock, num_blocks: int, compute_dtype: torch.dtype) -> InitBlock:

@@ -40,8 +40,9 @@ def test_without_the_package_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_engines_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, importlib.util.find_spec("torch"))
     assert of_4_bits(FLAGS) == []
-    (line,) = of_4_bits(f"{FLAGS} --fsdp full_shard")
-    assert line.startswith("error   --load_in_4bit: does not work under fsdp, which")
+    assert of_4_bits(f"{FLAGS} --fsdp full_shard") == []
+    (line,) = of_4_bits(f"{FLAGS} --device_map balanced")
+    assert line.startswith("error   --load_in_4bit: does not work under device_map, which")
 
 
 def test_what_it_turns_off_and_needs() -> None:
@@ -57,15 +58,15 @@ def test_what_it_turns_off_and_needs() -> None:
 
 
 @needs_package
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_quantised_layer_computes_the_same_but_for_rounding(bias: bool) -> None:
-    from harness.four_bit import quantise_linear
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.bfloat16), (True, torch.float16)])
+def test_a_quantised_layer_computes_the_same_but_for_rounding(bias: bool, dtype: torch.dtype) -> None:
+    from harness.four_bit import PackedLinear
 
     torch.manual_seed(0)
     linear = nn.Linear(128, 64, bias=bias).requires_grad_(False)
     inputs = torch.randn(3, 128, requires_grad=True)
-    quantised = quantise_linear(linear, torch.float32)
-    assert quantised.weight.dtype == torch.uint8 and quantised.weight.numel() == 64 * 128 // 2
+    quantised = PackedLinear(linear, dtype)
+    assert quantised.weight.dtype == dtype and quantised.weight.nbytes == 64 * 128 // 2
     torch.testing.assert_close(quantised(inputs), linear(inputs), rtol=0, atol=0.25)
     quantised(inputs).sum().backward()
     assert inputs.grad is not None
@@ -94,7 +95,7 @@ def test_a_job_trains_adapters_beside_4_bits(tmp_path: Path, monkeypatch: pytest
 
     def weights_of(engine: Any) -> dict[str, torch.Tensor]:
         counted[:] = [num_parameters(engine.module)]
-        return {name: value.clone() for name, value in engine.module.named_parameters() if value.dtype == torch.uint8}
+        return {name: value.clone() for name, value in engine.module.named_parameters() if hasattr(value, "quant_state")}
 
     write = job._export
     monkeypatch.setattr(job, "_keep_base", lambda args, folder, engine, *more: packed.append(weights_of(engine)))
@@ -108,7 +109,7 @@ def test_a_job_trains_adapters_beside_4_bits(tmp_path: Path, monkeypatch: pytest
     # 2 blocks of 7 linear layers, half a byte a weight, the same to the bit at the end.
     assert len(packed[0]) == 14 and all(torch.equal(packed[1][name], value) for name, value in packed[0].items())
     assert counted == [2 * (4 * 64 * 64 + 3 * 64 * 24) + 3 * 259 * 64 + 5 * 64 + 2 * (4 * 4 * 2 * 64 + 3 * 4 * (64 + 24))]
-    assert packed[0]["model.layers.1.self_attn.q_proj.base_layer.weight"].numel() == 64 * 64 // 2
+    assert packed[0]["model.layers.1.self_attn.q_proj.base_layer.weight"].nbytes == 64 * 64 // 2
 
     ids = torch.arange(12).reshape(2, 6)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")

@@ -38,6 +38,7 @@ from harness.engines.base import (
 )
 from harness.findings import user_error
 from harness.float8 import check_float8, convert_to_float8
+from harness.four_bit import mark_packed
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
@@ -142,6 +143,7 @@ class FsdpEngine:
         if name in self.wrap or name == "":
             # Blocks inside blocks (a wrapped class within another) were sharded by their own call.
             fully_shard(module, **self.options)
+            mark_packed(module)
 
     def _gather_ahead(self) -> None:
         """Each block's forward and backward start the gathering of the block after it, before computing anything.

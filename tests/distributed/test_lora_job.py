@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from launch.machine import free_port
+from tests.distributed import sharded_four_bit
 from tests.faults.fork_ranks import ForkServer
 from tests.launching import ROOT, Result, run_launcher
 
@@ -110,6 +112,37 @@ def test_every_engine_trains_the_same_adapters(engine: str, server: ForkServer, 
     assert again.losses[-3:] == pytest.approx(reference.losses[-3:], rel=1e-4)
     for name, value in adapter(tmp_path / "out").items():
         torch.testing.assert_close(value, mine[name], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_of_4_bits_are_cut_and_gathered_to_the_bit(server: ForkServer, tmp_path: Path) -> None:
+    server.call(sharded_four_bit.ranks, output=tmp_path / "output.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_of_4_bits_train_the_same_under_fsdp2(precision: str, server: ForkServer, folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    flags = ["--load_in_4bit", "--precision", precision]
+    one = train(server, folder, tmp_path / "one", 1, *flags)
+    assert one.returncode == 0, one.stdout
+    assert len(one.losses) == NUM_STEPS and one.losses[-1] < one.losses[0]
+    sharded = ["--fsdp", "full_shard", "--activation_checkpointing", "full"]
+    two = train(server, folder, tmp_path / "two", 2, *flags, *sharded, seen=tmp_path / "frozen.json")
+    assert two.returncode == 0, two.stdout
+    frozen = json.loads((tmp_path / "frozen.json").read_text())
+    assert len(frozen["before"]) == 21 and frozen["after"] == frozen["before"]
+    tolerance = {"fp32": 1e-4, "bf16": 1e-2}[precision]
+    assert two.losses == pytest.approx(one.losses, rel=tolerance)
+    if precision == "fp32":
+        for name, value in adapter(tmp_path / "one").items():
+            torch.testing.assert_close(adapter(tmp_path / "two")[name], value, rtol=1e-3, atol=2e-4)
+    shutil.rmtree(tmp_path / "two" / "final")
+    shutil.rmtree(tmp_path / "two" / f"checkpoint-{NUM_STEPS}")
+    again = train(server, folder, tmp_path / "two", 2, *flags, *sharded, life="again")
+    assert again.returncode == 0 and "resuming at step 3 of 6" in again.stdout, again.stdout
+    assert again.losses[-3:] == pytest.approx(two.losses[-3:], rel=1e-5)
 
 
 def test_loss_of_the_adapter_on_the_untouched_base(folder: Path, reference: Result, tmp_path: Path) -> None:
