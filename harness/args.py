@@ -167,12 +167,12 @@ class TrainArguments:
     fsdp: Optional[str] = _field(
         None, "full_shard, shard_grad_op or hybrid_shard, with 'offload' if wanted: the engine is FSDP2 without accelerate's YAML."
     )
-    local_rank: int = _field(-1, "Set by the deepspeed launcher; the environment is what counts.")
-    use_cpu: bool = _field(False, "Do not use GPUs.")
-    ddp_timeout: int = _field(1800, "Seconds after which a collective that does not finish ends the job.")
     sequence_parallel_size: int = _field(
         1, "Processes that share each sample, a slice of its tokens each, for samples too long for one card; 1: each has its own."
     )
+    local_rank: int = _field(-1, "Set by the deepspeed launcher; the environment is what counts.")
+    use_cpu: bool = _field(False, "Do not use GPUs.")
+    ddp_timeout: int = _field(1800, "Seconds after which a collective that does not finish ends the job.")
     ddp_find_unused_parameters: Optional[bool] = _field(None, "DDP: look for parameters that get no gradient.")
     ddp_bucket_cap_mb: Optional[int] = _field(None, "DDP: size of a gradient bucket.")
 

@@ -19,8 +19,8 @@ from harness.four_bit import then_quantised
 from harness.ladder import MemorySettings
 from harness.lora import BASE_FOLDER, AttachedLora, attach_lora, check_after_build, stored_name
 from harness.modeling import EmptyModel, layer_units, num_parameters
-from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
 from harness.sequence_parallel import SequenceParallel, check_losses
+from harness.templates import fsdp_template_of, load_deepspeed_template, resolve_deepspeed_config, with_memory_settings
 
 log = logging.getLogger("harness")
 
@@ -175,23 +175,18 @@ def build_engine(
         made = DdpEngine(build)
     log.info("engine=%s num_processes=%d backend=%s precision=%s", made.name, coordinator.num_processes, coordinator.backend, precision)
     log.info("layout: %s", made.describe())
+    if sequence is not None:
+        prove_shared_samples(made, sequence, args, coordinator, empty_model.config, precision)
     if lora is not None:
         checked = check_after_build(
             made.module, lora, coordinator.gather, check_r=args.lora.check_r_consistency, strict=args.lora.strict_r_check
         )
         for finding in checked:
-    if sequence is not None:
-        prove_shared_samples(made, sequence, args, coordinator, empty_model.config, precision)
             log.warning("%s", finding.line())
         log.info("LoRA: r=%d, %d modules, consistent on all ranks", lora.config.r, len(lora.modules))
     return made, used
 
 
-def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, precision: str) -> AttachedLora:
-    """Puts LoRA adapters into the empty model; the frozen rest is kept in the compute dtype, the adapters in float32.
-
-    Raises:
-        UserError: names that are not in the model, or what an engine cannot do.
 def prove_shared_samples(
     engine: Any, sequence: SequenceParallel, args: Arguments, coordinator: Coordinator, config: Any, precision: str
 ) -> None:
@@ -208,6 +203,11 @@ def prove_shared_samples(
     log.info("samples are shared by %d processes each; loss within %.1e of that of whole samples", sequence.size, apart)
 
 
+def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, precision: str) -> AttachedLora:
+    """Puts LoRA adapters into the empty model; the frozen rest is kept in the compute dtype, the adapters in float32.
+
+    Raises:
+        UserError: names that are not in the model, or what an engine cannot do.
     """
     if args.lora.use_dora and engine == "zero":
         template = load_deepspeed_template(args, os.environ) or {}

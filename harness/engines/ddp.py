@@ -79,9 +79,9 @@ class DdpEngine:
         """
         if self.coordinator.num_processes > 1:
             self.check, self.wrapped = check, self.module
+            self.build.vote_on_exchanges(check)
 
     def _sum_gradients(self) -> None:
-            self.build.vote_on_exchanges(check)
         """Averages gradients over ranks, in place; every rank votes before the first collective."""
         assert self.check is not None
         self.check()

@@ -167,11 +167,11 @@ class FsdpEngine:
 
         if self.coordinator.num_processes == 1:
             return
+        self.build.vote_on_exchanges(check)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_voted(DefaultAllGather, check))
                 module.set_custom_reduce_scatter(_voted(DefaultReduceScatter, check))
-        self.build.vote_on_exchanges(check)
 
     def forward_backward(self, batch: StepBatch, num_label_tokens: int) -> Tensor:
         total = torch.zeros((), device=self.device)
