@@ -124,6 +124,9 @@ class TrainArguments:
         ["adamw_torch_fused", "adamw_torch", "adamw_apex_fused", "adamw_bf16", "adamw_8bit", "sgd", "adafactor"],
         "Optimizer; adamw_bf16 and adamw_8bit keep Adam's averages in 2 and in 1 byte.",
     )
+    optim_in_backward: bool = _field(
+        False, "Update each parameter in backward, when its gradient is there, and free it: no gradients of the whole model at any time."
+    )
     lr_scheduler_type: str = _field("linear", "Schedule: linear, cosine, constant, constant_with_warmup, ... (transformers' names).")
     lr_scheduler_kwargs: Optional[str] = _field(None, "JSON with more arguments of the schedule.")
     warmup_steps: float = _field(0, "Steps of linear warm-up; below 1 a share of all steps.")

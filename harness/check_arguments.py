@@ -140,12 +140,12 @@ def check_arguments(args: Arguments, *, engine: str, num_processes: int, environ
         *_kernel_findings(args, machine),
         *_four_bit_findings(args, engine),
         *_optimizer_findings(args),
+        *saver_findings(args, engine, num_processes, environ, machine),
         *_schedule_findings(args),
         *_interval_findings(args),
         *_batch_findings(args, num_processes),
         *_data_findings(args, facts, machine),
         *_folder_findings(args, facts),
-        *saver_findings(args, engine),
         *_tracker_findings(args),
         *_no_effect_findings(args, engine, num_processes, machine),
     ]

@@ -128,10 +128,21 @@ def _update_copy(run: RunShape, num_updated: float) -> float:
 def _ddp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """float32 weights and gradients; the buckets of torch's reducer are the gradients themselves (`gradient_as_bucket_view`).
 
-    With recovery there is no reducer: gradients appear in backward and are summed in place.
+    With recovery there is no reducer: gradients appear in backward and are summed in place. Updated in backward, one at a time is there.
     """
     trained = shape.num_trainable
     many = run.num_processes > 1 and run.ddp_reducer
+    if run.frees_gradients(settings):
+        largest = min(shape.largest_layer.largest_tensor, trained)
+        root = shape.num_embedding if shape.num_root_trainable else 0
+        return EngineMemory(
+            parameters=4 * trained + _frozen_width(run) * shape.num_frozen,
+            optimizer=optimizer_bytes(run) * trained,
+            # Of tied weights the head's part waits for the embedding's.
+            head_gradient=4 * shape.num_head if shape.tied and shape.head_trainable else 0,
+            reduce=4 * largest + _update_copy(run, largest),
+            last_reduce=4 * root + _update_copy(run, root),
+        )
     return EngineMemory(
         parameters=4 * trained + _frozen_width(run) * shape.num_frozen,
         gradients=4 * trained if many else 0,
@@ -171,9 +182,14 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
     resident = (4 * trained + _frozen_width(run) * shape.num_frozen) / shards
     states = optimizer_bytes(run) * trained / shards
     gradients = 4 * trained / shards
+    frees = run.frees_gradients(settings)
+    # Of one group at a time: its reduced gradients, and what its update borrows.
+    reduced_one, reduced_root = (
+        4 * each / shards + _update_copy(run, each / shards) if frees else 0.0 for each in (layer.num_trainable, shape.num_root_trainable)
+    )
     return EngineMemory(
         parameters=0 if offload else resident,
-        growing_gradients=0.0 if offload else 4.0 / shards,
+        growing_gradients=0.0 if offload or frees else 4.0 / shards,
         optimizer=0 if offload else states,
         forward_gather=root + (2 * one if reshards else all_layers),
         loss_gather=root + (one if reshards else all_layers),
@@ -182,9 +198,9 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
         head_gradient=w * shape.num_head if shape.head_trainable else 0,
         root_grows=False,
         reduce=w * min(layer.largest_tensor, layer.num_trainable),
-        pending=reduced * layer.num_trainable,
-        last_reduce=(w + reduced) * shape.num_root_trainable,
-        step=0 if offload else _update_copy(run, trained / shards),
+        pending=reduced * layer.num_trainable + reduced_one,
+        last_reduce=(w + reduced) * shape.num_root_trainable + reduced_root,
+        step=0 if offload or frees else _update_copy(run, trained / shards),
         host=(resident + states + gradients) if offload else 0,
     )
 

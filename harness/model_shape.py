@@ -328,6 +328,7 @@ class RunShape:
         shard_group_size: FSDP ranks that share one copy; None is all of them (hybrid sharding gives fewer).
         reduce_in_float32: FSDP2 adds up gradients in float32.
         ddp_reducer: DDP sums gradients by torch's own reducer (`--no_oom_recovery`), whose buckets stay.
+        in_backward: each parameter is updated in backward and its gradient freed, in the last micro-batch of a step.
         snapshots: each rank keeps two copies of its shard and optimizer state in host memory.
     """
 
@@ -344,6 +345,7 @@ class RunShape:
     shard_group_size: int | None = None
     reduce_in_float32: bool = True
     ddp_reducer: bool = False
+    in_backward: bool = False
     snapshots: bool = False
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
 
@@ -353,6 +355,10 @@ class RunShape:
         if self.precision == "fp32":
             return "fp32"
         return "autocast" if self.engine in ("ddp", "device_map") else "bf16"
+
+    def frees_gradients(self, settings: MemorySettings) -> bool:
+        """Whether there are never gradients of the whole model: those of several micro-batches add up first."""
+        return self.in_backward and settings.micro_batch_size >= self.samples_per_step
 
     def compiles(self, settings: MemorySettings) -> bool:
         """Whether layers are compiled with these settings: not where ZeRO-3 hands weights of the host on in small pieces."""

@@ -11,6 +11,7 @@ process with a report to its guard; the guards start all ranks again, which go o
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -150,10 +151,15 @@ class Recovery:
 
     def _step_down(self, phase: str, failure: str) -> None:
         """Frees what the failed try left, on all ranks, and lowers what the phase allows."""
-        reports = self.coordinator.gather(memory_report(self.coordinator.device, failure))
+        updates = getattr(self.engine, "updates", None)
+        begun = updates is not None and updates.has_begun
+        reports = self.coordinator.gather({**memory_report(self.coordinator.device, failure), "begun": begun})
         worst = worst_report(reports)
         self.seen = seen_memory(reports[worst])
+        begun = max(each.pop("begun") for each in reports)
         self.report = {"phase": phase, "rank": worst, **reports[worst]}
+        if begun:
+            self._give_up_step(phase)
         self._free()
         change = self.lower[phase]()
         if change is None:
@@ -164,6 +170,23 @@ class Recovery:
         if self.coordinator.is_main_process:
             where = (worst, phase, self._at(phase), seen)
             log.warning("out of memory on rank %d in phase '%s' %s (%s): %s; redoing the same samples", *where, change)
+
+    def _give_up_step(self, phase: str) -> NoReturn:
+        """Some parameters have been updated in backward, others have not: all ranks go back to the last snapshot or checkpoint.
+
+        Raises:
+            EndOfLadderError: nobody would start them again.
+        """
+        seen = f"out of memory on rank {self.report['rank']} {self._at(phase)} ({self.report['failure']})"
+        if not self.may_relaunch:
+            raise EndOfLadderError(
+                f"{seen}, when parameters had been updated in backward: the step cannot be made again, and no guard starts the processes"
+                " anew. Go on from the last checkpoint with a smaller --per_device_train_batch_size, or without --optim_in_backward."
+            )
+        if self.coordinator.is_main_process:
+            log.warning("%s, when parameters had been updated in backward: starting all ranks again", seen)
+        self.coordinator.wait_for_everyone("relaunch")
+        guard_line.relaunch({**self.report, "agreed": False, "at_s": time.time(), "step": self.current_step()})
 
     def _at(self, phase: str) -> str:
         """Where the run is, for messages: the step that failed, or the last one that was done."""
@@ -249,7 +272,9 @@ class Recovery:
             return
         before = random_state(self.coordinator.device)
         self.is_dry = True
-        self.run("step", function, *args)
+        updates = getattr(self.engine, "updates", None)
+        with contextlib.nullcontext() if updates is None else updates.left_out():
+            self.run("step", function, *args)
         self.is_dry = False
         self._free()
         restore_random_state(before, self.coordinator.device)
@@ -264,7 +289,7 @@ def end_message(rank: int, report: Mapping[str, Any], steps_down: Sequence[Mappi
     return (
         f"out of memory on rank {rank}{where} with nothing left to lower: {report['failure']}. Allocated {report['allocated_gib']} GiB of"
         f" {report['limit_gib']} GiB.{sharing} Tried: {tried or 'nothing, the settings were the lowest'}."
-        f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, or --optim adamw_bf16 or adamw_8bit."
+        f"{advice} What helps: more GPUs with FSDP or ZeRO-3, offload, a shorter --block_size, --lora_r, --optim adamw_bf16 or adamw_8bit."
     )
 
 

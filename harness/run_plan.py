@@ -150,6 +150,7 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
         shard_group_size=shards if shards != facts.num_processes else None,
         reduce_in_float32=args.train.reduce_dtype == "fp32",
         ddp_reducer=args.train.no_oom_recovery,
+        in_backward=args.train.optim_in_backward,
         zero=zero_options(load_deepspeed_template(args, environ) or {}) if engine.startswith("zero") else ZeroOptions(),
     )
 
@@ -279,7 +280,8 @@ def plan_start(
         limits=Limits(facts.gpu_bytes, None if facts.host_bytes is None else int(HOST_SHARE * facts.host_bytes)),
         gpu_name=facts.gpu_name,
         figure="high" if args.train.no_oom_recovery else "start",
-        may_offload=can_offload and asked.param_offload != "nvme",
+        # Weights on the host keep their gradients there, all of them.
+        may_offload=can_offload and asked.param_offload != "nvme" and not args.train.optim_in_backward,
     )
     pinned = pinned_settings(args, asked)
     plans = [planning.fitting(each, pinned, "" if each is run else each.engine) for each in runs]

@@ -145,7 +145,8 @@ def make_ladder(
     name = engine_name(args, engine, os.environ)
     further = None if settings.engine else further_engine(args, name, num_processes)
     stage = 3 if "zero3" in (name, further) else 0
-    offloads = offload_steps(engine_family_of(further or engine), stage, settings, num_parameters) if guard_line.can_relaunch() else []
+    may_offload = guard_line.can_relaunch() and not args.train.optim_in_backward
+    offloads = offload_steps(engine_family_of(further or engine), stage, settings, num_parameters) if may_offload else []
     spread = [] if further is None else [{"engine": further}]
     # On the card alone: elsewhere it moves nothing away. A device map has none.
     on_card = torch.cuda.is_available() and not args.train.use_cpu and engine != "device_map"

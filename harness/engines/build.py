@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from harness.args import Arguments
+from harness.check_savers import in_backward_findings
 from harness.coordination import Coordinator
 from harness.deepspeed_keys import zero_size
 from harness.engines.base import Build, Engine, compute_dtype
@@ -143,6 +144,10 @@ def build_engine(
     Raises:
         UserError: what only the model can show to be wrong in a template.
     """
+    if args.train.optim_in_backward and (
+        problems := list(in_backward_findings(engine, coordinator.num_processes, precision, offloads=settings.param_offload != "none"))
+    ):
+        raise UserError(problems)
     lora = attach_adapters(engine, args, empty_model, precision) if args.lora.lora_r is not None else None
     sequence = SequenceParallel(coordinator) if coordinator.sequence_parallel_size > 1 else None
     if sequence is not None:

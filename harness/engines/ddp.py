@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.backward_updates import BackwardUpdates
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
 from harness.engines import dcp
@@ -50,6 +51,7 @@ class DdpEngine:
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.updates = BackwardUpdates(self.optimizer) if train.optim_in_backward else None
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
         self.dtype = compute_dtype(build.precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
@@ -98,6 +100,8 @@ class DdpEngine:
         micros = self.build.micro_batches(batch, self.settings.micro_batch_size)
         for index, micro in enumerate(micros):
             last = index == len(micros) - 1
+            if self.updates is not None:
+                self.updates.micro_batch(index, len(micros))
             sync = contextlib.nullcontext() if last or self.wrapped is self.module else self.wrapped.no_sync()  # type: ignore[operator]
             with sync:
                 with self._autocast():
@@ -111,7 +115,9 @@ class DdpEngine:
     def step(self) -> Tensor:
         parameters = list(self.module.parameters())
         max_norm = self.build.args.train.max_grad_norm
-        if self.scaler.is_enabled():
+        if self.updates is not None:
+            norm, updated = self.updates.finish(self.skipped), True
+        elif self.scaler.is_enabled():
             norm, updated = scaled_step(self.scaler, parameters, self.optimizer, max_norm, self.skipped)
         else:
             norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True

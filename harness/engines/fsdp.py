@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from harness.backward_updates import BackwardUpdates
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
 from harness.engines import dcp, fsdp_reset
@@ -119,6 +120,7 @@ class FsdpEngine:
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
         self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.updates = BackwardUpdates(self.optimizer) if train.optim_in_backward else None
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
         self.skipped = torch.zeros((), device="cpu" if self.offload else self.device)
@@ -177,7 +179,10 @@ class FsdpEngine:
         total = torch.zeros((), device=self.device)
         # The reduce-scatter averages over all ranks; the loss is a sum over all ranks' tokens.
         scale = self.coordinator.num_processes / max(num_label_tokens, 1)
-        for micro in self.build.micro_batches(batch, self.settings.micro_batch_size):
+        micros = self.build.micro_batches(batch, self.settings.micro_batch_size)
+        for index, micro in enumerate(micros):
+            if self.updates is not None:
+                self.updates.micro_batch(index, len(micros))
             loss = micro_batch_loss(self.module, micro, self.device)
             self.scaler.scale(loss * scale).backward()
             total += loss.detach()
@@ -186,7 +191,9 @@ class FsdpEngine:
     def step(self) -> Tensor:
         parameters = list(self.module.parameters())
         max_norm = self.build.args.train.max_grad_norm
-        if self.scaler.is_enabled():
+        if self.updates is not None:
+            norm, updated = self.updates.finish(self.skipped, self.mesh.get_group("shard")), True
+        elif self.scaler.is_enabled():
             norm, updated = scaled_step(self.scaler, parameters, self.optimizer, max_norm, self.skipped)
         else:
             norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True
