@@ -95,7 +95,7 @@ def test_a_job_trains_adapters_beside_4_bits(tmp_path: Path, monkeypatch: pytest
 
     def weights_of(engine: Any) -> dict[str, torch.Tensor]:
         counted[:] = [num_parameters(engine.module)]
-        return {name: value.clone() for name, value in engine.module.named_parameters() if hasattr(value, "quant_state")}
+        return {name: value.clone().view(torch.uint8) for name, value in engine.module.named_parameters() if hasattr(value, "quant_state")}
 
     write = job._export
     monkeypatch.setattr(job, "_keep_base", lambda args, folder, engine, *more: packed.append(weights_of(engine)))

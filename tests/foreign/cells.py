@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ class Run:
     steps: dict[int, list[list[list[int]]]]
 
 
-def make_corpus(path: Path) -> Path:
+def make_corpus(path: Path, num_words: int = 4000) -> Path:
     """Text with something to learn."""
     source = random.Random(0)
     words = ["".join(source.choice("abcdefghijklmnop") for _ in range(source.randint(2, 8))) for _ in range(200)]
-    path.write_text(" ".join(source.choice(words) for _ in range(4000)))
+    path.write_text(" ".join(source.choice(words) for _ in range(num_words)))
     return path
 
 
@@ -92,6 +93,15 @@ def command(script: str, launcher: str, corpus: Path, folder: Path) -> list[str]
     return [str(tools / "deepspeed"), f"--num_gpus={NUM_RANKS}", "--master_port", port, path, *words]
 
 
+def injected(folder: Path, failure: dict[str, Any]) -> dict[str, str]:
+    """What brings tests.foreign.inject into each rank, with `folder`/trace for its records."""
+    trace, hook = folder / "trace", folder / "hook"
+    trace.mkdir(parents=True)
+    inject.install_into(hook)
+    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "TRACE": str(trace), "OOM": json.dumps(failure)}
+
+
 def run(
     script: str,
     launcher: str,
@@ -110,37 +120,51 @@ def run(
         takes_turns: with the launches of other tests on this machine.
     """
     folder.mkdir(parents=True)
-    trace, hook, mark = folder / "trace", folder / "hook", uuid.uuid4().hex
-    trace.mkdir()
-    inject.install_into(hook)
-    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = launch_environment(
-        {"PYTHONPATH": path, "TRACE": str(trace), "OOM": json.dumps((failure or FAILURE) if fails else {}), _MARK: mark}
-    )
+    trace = folder / "trace"
+    environ = launch_environment(injected(folder, (failure or FAILURE) if fails else {}))
+    if launcher == "zero3":
+        environ["START_DEEPSPEED"] = "1"
     if script == "accelerate_loop":  # the same for accelerate
         environ["ACCELERATE_USE_CPU"] = "true"
     tokens = command(script, launcher, corpus, folder)
     if with_us:
         tokens = [sys.executable, "-m", "harness.runner", "--no_plan", "--ladder", "micro_batch", "--", *tokens]
     turn = only_launch_of_this_machine() if takes_turns else contextlib.nullcontext()
-    with turn, open(folder / "output.txt", "w+", encoding="utf-8") as output:
+    with turn:
+        code, seconds, text = run_tokens(tokens, environ, folder, timeout_s)
+    return Run(code, seconds, text, losses_of(script, folder / "out"), steps_of(trace))
+
+
+def run_tokens(
+    tokens: list[str], environ: dict[str, str], folder: Path, timeout_s: float, is_over: Callable[[Path], bool] = lambda output: False
+) -> tuple[int | None, float, str]:
+    """Runs a command to its end, with its output in `folder`/output.txt, and leaves no process behind.
+
+    Args:
+        is_over: asked every half second, with the file of the output: whether it is to be ended before the limit.
+
+    Returns:
+        Its exit code, None where it had to be ended; seconds; output.
+    """
+    mark, path = uuid.uuid4().hex, folder / "output.txt"
+    with open(path, "w", encoding="utf-8") as output:
         started = time.monotonic()
         streams: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        process = subprocess.Popen(tokens, cwd=ROOT, env=environ, start_new_session=True, **streams)
+        process = subprocess.Popen(tokens, cwd=ROOT, env={**environ, _MARK: mark}, start_new_session=True, **streams)
         code: int | None = None
         try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            while (code := process.poll()) is None and time.monotonic() - started < timeout_s and not is_over(path):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0.5)
         finally:
             seconds = time.monotonic() - started
             time.sleep(1.0)
             left = processes_with(_MARK, mark)
             send(left, SIGKILL)
             process.wait()
-        text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace")
     assert code is None or not left, f"{len(left)} processes were left behind\n{text}"
-    return Run(code, seconds, text, losses_of(script, folder / "out"), steps_of(trace))
+    return code, seconds, text
 
 
 def losses_of(script: str, folder: Path) -> dict[int, float]:
@@ -153,12 +177,16 @@ def losses_of(script: str, folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in history if "loss" in row}
 
 
-def steps_of(trace: Path) -> dict[int, list[list[list[int]]]]:
-    """The samples of each whole step of each process, by rank; processes oldest first."""
+def steps_of(trace: Path, share: int = MICRO) -> dict[int, list[list[list[int]]]]:
+    """The samples of each whole step of each process, by rank; processes oldest first.
+
+    Args:
+        share: samples of a step on each rank.
+    """
     found: dict[int, list[list[list[int]]]] = {rank: [] for rank in range(NUM_RANKS)}
     for path in sorted(trace.glob("rank*.jsonl"), key=lambda path: path.stat().st_mtime):
         samples = [sample for line in path.read_text().splitlines() for sample in json.loads(line)]
-        steps = [samples[start : start + MICRO] for start in range(0, len(samples) - MICRO + 1, MICRO)]
+        steps = [samples[start : start + share] for start in range(0, len(samples) - share + 1, share)]
         found[int(path.name[len("rank")])].append(steps)
     return found
 

@@ -15,6 +15,7 @@ from torch import nn
 from harness import rank_hook
 from harness.safe_loop import OomSafe, can_redo, hand_over
 from harness.step_redo import num_label_tokens, num_rows, pieces_of, share
+from tests.foreign import cells, cuda_cells, inject
 
 
 def test_pieces() -> None:
@@ -179,3 +180,90 @@ def test_the_longest_batch() -> None:
     assert longest_batch(loader, 2) == [9, 5] and longest_batch(loader, 8) == [9, 5, 3, 1]
     assert longest_batch(SimpleNamespace(dataset=iter(samples), collate_fn=list), 2) is None
     assert longest_batch(SimpleNamespace(dataset=[{"text": "x"}], collate_fn=list), 2) is None
+
+
+class Card:
+    """What the limit asks of torch.cuda: 100 bytes in all."""
+
+    def __init__(self, held: int, peak: int) -> None:
+        self.held, self.peak, self.calls = held, peak, []  # type: ignore[var-annotated]
+
+    def memory_allocated(self) -> int:
+        return self.held
+
+    def max_memory_allocated(self) -> int:
+        return self.peak
+
+    def mem_get_info(self) -> tuple[int, int]:
+        return 50, 100
+
+    def reset_peak_memory_stats(self) -> None:
+        self.calls.append("reset")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty")
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        self.calls.append(fraction)
+
+
+def test_a_card_loses_memory_once_and_for_all_later_lives(tmp_path: Path) -> None:
+    settings = {"step": 3, "spare": 0.6}
+    first = Card(held=10, peak=60)
+    limit = inject.CardLimit(tmp_path / "limit.json", settings, first)
+    for step in (1, 2, 3, 3, 4):
+        limit.before_step(step)
+    assert first.calls == ["reset", "empty", 0.4]  # 10 held, 60 % of the 50 on top, of 100
+    assert json.loads((tmp_path / "limit.json").read_text())["limit_bytes"] == 40
+    later = Card(held=5, peak=5)
+    again = inject.CardLimit(tmp_path / "limit.json", settings, later)
+    for step in (1, 2, 3):
+        again.before_step(step)
+    assert later.calls == ["empty", 0.4]
+
+
+def test_what_a_run_on_gpus_came_to(tmp_path: Path) -> None:
+    record = {
+        "result": "finished",
+        "attempts": [
+            {"change": "as it is", "seconds": 30.0, "ended_after_s": 2.5, "out_of_memory": [{"failure": "CUDA out of memory"}]},
+            {"change": "micro_batch_size 16 -> 8", "seconds": 40.0, "resume_from_checkpoint": "out/checkpoint-4"},
+        ],
+    }
+    (tmp_path / "out-harness_run").mkdir()
+    (tmp_path / "out-harness_run" / "record.json").write_text(json.dumps(record))
+    samples = [[[rank * 1000 + step * 16 + place for place in range(16)] for step in range(1, 13)] for rank in range(2)]
+    losses = [3.0 - step / 10 for step in range(1, 7)] + [3.0 - step / 10 for step in range(5, 13)]
+    losses[7] *= 1.01  # step 6 again, after the four of a checkpoint
+    found = cells.Run(0, 70.0, "", dict(enumerate(losses, start=1)), {rank: [samples[rank][:7], samples[rank][4:]] for rank in range(2)})
+    result = cuda_cells.outcome(found, tmp_path)
+    assert result["resumed_at_step"] == 4 and result["steps_after_that"] == 8 and result["samples_per_step"] == [32]
+    assert result["same_samples_in_steps_done_twice"] is True and result["steps_done_twice"] == [5, 6]
+    assert result["largest_relative_loss_difference_in_them"] == pytest.approx(0.01)
+    assert (result["all_ranks_ended_after_s"], result["attempts"]) == (2.5, 2)
+    found.steps[1][1][1] = found.steps[1][1][0]  # one rank repeats a step's samples
+    assert cuda_cells.outcome(found, tmp_path)["same_samples_in_steps_done_twice"] is False
+
+
+def test_losses_that_a_trainer_prints() -> None:
+    lines = [
+        "loading",
+        "{'loss': '11.07', 'grad_norm': '1.5'}",
+        "{'loss': 10.5, 'epoch': 0.2}",
+        "{'train_runtime': 3.0, 'train_loss': 9.0}",
+    ]
+    text = "\n".join(lines)
+    assert cuda_cells.printed_losses(text) == [11.07, 10.5]
+
+
+def test_silence_counts_from_the_last_sign_of_life(tmp_path: Path) -> None:
+    output, record = tmp_path / "output.txt", tmp_path / "rank0-1.jsonl"
+    is_over = cuda_cells.silence(tmp_path)
+    output.write_text("")
+    now = output.stat().st_mtime
+    os.utime(output, (now - cuda_cells.SILENCE_S - 1, now - cuda_cells.SILENCE_S - 1))
+    assert not is_over(output)  # it has not begun to train
+    record.write_text("[1]\n")
+    assert not is_over(output)
+    os.utime(record, (now - cuda_cells.SILENCE_S - 1, now - cuda_cells.SILENCE_S - 1))
+    assert is_over(output)
