@@ -96,12 +96,14 @@ def measure_on_cpu(options: argparse.Namespace, folder: Path, keep: Callable[[di
         if script == "trl_sft" and importlib.util.find_spec("trl") is None:
             print("trl_sft: trl is not installed", flush=True)
             continue
-        clean = cells.run(
-            script, "torchrun", corpus, folder / f"{script}-clean", fails=False, with_us=False, takes_turns=False, timeout_s=LIMIT_S
-        )
-        assert clean.code == 0, clean.output
+        references: dict[str, cells.Run] = {}
         for launcher in options.launchers or cells.LAUNCHERS:
-            keep(measure(script, launcher, clean, corpus, folder / f"{script}-{launcher}"))
+            same = cells.reference_launcher(script, launcher)
+            if same not in references:
+                plain: dict[str, Any] = {"fails": False, "with_us": False, "takes_turns": False, "timeout_s": LIMIT_S}
+                references[same] = cells.run(script, same, corpus, folder / f"{script}-clean-{same}", **plain)
+                assert references[same].code == 0, references[same].output
+            keep(measure(script, launcher, references[same], corpus, folder / f"{script}-{launcher}"))
 
 
 def measure_on_gpus(options: argparse.Namespace, folder: Path, keep: Callable[[dict[str, Any]], None]) -> None:

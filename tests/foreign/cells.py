@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,14 @@ def command(script: str, launcher: str, corpus: Path, folder: Path) -> list[str]
     return [str(tools / "deepspeed"), f"--num_gpus={NUM_RANKS}", "--master_port", port, path, *words]
 
 
+def reference_launcher(script: str, launcher: str) -> str:
+    """The launcher under which a run without a lack of memory begins with the same weights.
+
+    Under ZeRO-3 transformers draws them piece by piece, and they are others; the loop on accelerate builds its model before DeepSpeed.
+    """
+    return "zero3" if launcher == "zero3" and script != "accelerate_loop" else "torchrun"
+
+
 def injected(folder: Path, failure: dict[str, Any]) -> dict[str, str]:
     """What brings tests.foreign.inject into each rank, with `folder`/trace for its records."""
     trace, hook = folder / "trace", folder / "hook"
@@ -113,11 +121,13 @@ def run(
     failure: dict[str, Any] | None = None,
     timeout_s: float = 400.0,
     takes_turns: bool = True,
+    more: Sequence[str] = (),
 ) -> Run:
     """Runs a script under a launcher, with or without `harness run` before it, and leaves no process behind.
 
     Args:
         takes_turns: with the launches of other tests on this machine.
+        more: flags of the script.
     """
     folder.mkdir(parents=True)
     trace = folder / "trace"
@@ -126,7 +136,7 @@ def run(
         environ["START_DEEPSPEED"] = "1"
     if script == "accelerate_loop":  # the same for accelerate
         environ["ACCELERATE_USE_CPU"] = "true"
-    tokens = command(script, launcher, corpus, folder)
+    tokens = [*command(script, launcher, corpus, folder), *more]
     if with_us:
         tokens = [sys.executable, "-m", "harness.runner", "--no_plan", "--ladder", "micro_batch", "--", *tokens]
     turn = only_launch_of_this_machine() if takes_turns else contextlib.nullcontext()

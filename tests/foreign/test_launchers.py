@@ -60,9 +60,12 @@ def test_a_mistake_ends_with_its_own_code_and_is_not_tried_again(corpus: Path, t
 def test_every_script_under_every_launcher(corpus: Path, tmp_path: Path, script: str) -> None:
     if script == "trl_sft":
         pytest.importorskip("trl")
-    clean = cells.run(script, "torchrun", corpus, tmp_path / "clean", fails=False, with_us=False)
-    assert clean.code == 0, clean.output
+    clean: dict[str, cells.Run] = {}
     for launcher in cells.LAUNCHERS:
-        check(script, launcher, clean, tmp_path / launcher, corpus)
+        same = cells.reference_launcher(script, launcher)
+        if same not in clean:
+            clean[same] = cells.run(script, same, corpus, tmp_path / f"clean-{same}", fails=False, with_us=False)
+            assert clean[same].code == 0, clean[same].output
+        check(script, launcher, clean[same], tmp_path / launcher, corpus)
         without = cells.run(script, launcher, corpus, tmp_path / f"{launcher}-without", fails=True, with_us=False)
         assert without.code not in (0, None)
