@@ -48,6 +48,9 @@ class ModelArguments:
     torch_compile: Optional[bool] = _field(None, "Compile the model's layers, one by one; default: on CUDA where a compiler is there.")
     torch_compile_backend: Optional[str] = _field(None, "Backend of torch.compile; default: inductor.")
     fp8: str = _choice("no", ["no", "tensorwise", "rowwise"], "FSDP2: matrix products in float8, with one scale a tensor or one a row.")
+    fp8_all_gather: Optional[bool] = _field(
+        None, "Gather weights in float8: half the traffic. Default: with --fp8 tensorwise, where weights are shared out and on the card."
+    )
     no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile and float8 together.")
 
 

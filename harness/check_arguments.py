@@ -464,6 +464,9 @@ def kernel_findings(args: Arguments, engine: str) -> Iterator[Finding]:
             yield Finding("error", "--fp8", f"goes with bf16, not {train.precision}", "--precision bf16")
         if args.lora.lora_r is not None:
             yield Finding("error", "--fp8", "and adapters do not go together", "leave --fp8 or --lora_r out")
+    if model.fp8_all_gather and model.fp8 != "tensorwise":
+        message = "needs one scale a tensor" if model.fp8 == "rowwise" else "has no effect without --fp8"
+        yield Finding("error", "--fp8_all_gather", message, "--fp8 tensorwise, or leave it out")
     if train.reduce_dtype != "fp32" and engine != "fsdp":
         fix = 'in the DeepSpeed JSON: "communication_data_type"' if engine == "zero" else "leave it out"
         yield Finding("error", "--reduce_dtype", f"is there under FSDP2, not with the engine {engine}", fix)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.coordination import Coordinator
 from harness.engines.base import load_schedule
+from harness.float8 import plain
 from harness.host_copies import HostCopies
 from harness.stored_state import AVERAGES, StoredState, whole
 
@@ -59,6 +60,13 @@ def _take_extra(engine: HasState, extra: dict[str, Any]) -> None:
 
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def unwrapped(value: Any) -> Any:
+    """A DTensor around the plain numbers of its shard, in the same memory: files hold nothing of how weights are gathered."""
+    if isinstance(value, DTensor) and plain(value._local_tensor) is not value._local_tensor:
+        return DTensor(plain(value._local_tensor), value._spec, requires_grad=False)  # type: ignore[call-arg]
+    return value
 
 
 def _own_tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     # What never changes (the base under adapters) comes from the model's own files again.
     options = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
     return {
-        "model": get_model_state_dict(module, options=options),
+        "model": {name: unwrapped(value) for name, value in get_model_state_dict(module, options=options).items()},
         "optimizer": get_optimizer_state_dict(module, optimizer, options=options),
     }
 

@@ -38,7 +38,7 @@ from harness.engines.base import (
     trained,
 )
 from harness.findings import user_error
-from harness.float8 import check_float8, convert_to_float8
+from harness.float8 import check_float8, convert_to_float8, gathers_float8, renew_scales
 from harness.four_bit import mark_packed
 from harness.fsdp_templates import FsdpTemplate
 from harness.ladder import MemorySettings
@@ -111,8 +111,11 @@ class FsdpEngine:
         self.offload = build.settings.param_offload != "none"
         self.options = self._options(build.precision)
         self.fp8 = "no" if build.args.model.no_custom_kernels else build.args.model.fp8
+        self.gathers_float8 = False
         if self.fp8 != "no":
             check_float8(self.device)
+            shards = self.mesh["shard"].size()
+            self.gathers_float8 = gathers_float8(build.args.model.fp8_all_gather, self.fp8, shards, offloads=self.offload)
         self.wrap = {name for name, _ in units_to_wrap(build.empty_model.model, template)}
         self.module: Any = fill(build.empty_model, self.device, self._shard, broadcast=lambda tensor: dist.broadcast(tensor, src=0))
         self.blocks = Blocks(self.module, compile_backend(build.args.model, self.device))
@@ -126,6 +129,7 @@ class FsdpEngine:
         self.skipped = torch.zeros((), device="cpu" if self.offload else self.device)
         self._assert_sharded()
         self._gather_ahead()
+        self._weights_have_changed()
 
     def _options(self, precision: str) -> dict[str, Any]:
         dtype = compute_dtype(precision)
@@ -141,11 +145,16 @@ class FsdpEngine:
 
     def _shard(self, name: str, module: nn.Module) -> None:
         if self.fp8 != "no" and name != "":
-            convert_to_float8(module, self.fp8)
+            convert_to_float8(module, self.fp8, gather_over=self.mesh["shard"].size() if self.gathers_float8 else 0)
         if name in self.wrap or name == "":
             # Blocks inside blocks (a wrapped class within another) were sharded by their own call.
             fully_shard(module, **self.options)
             mark_packed(module)
+
+    def _weights_have_changed(self) -> None:
+        """After an update or a load: scales of what is gathered in float8 are computed once, and not for each gathering."""
+        if self.gathers_float8:
+            renew_scales(self.module)
 
     def _gather_ahead(self) -> None:
         """Each block's forward and backward start the gathering of the block after it, before computing anything.
@@ -199,6 +208,7 @@ class FsdpEngine:
             norm, updated = clip_and_step(parameters, self.optimizer, max_norm, self.skipped), True
         if updated:
             advance(self.scheduler)
+        self._weights_have_changed()
         return norm
 
     def reset_step(self) -> None:
@@ -236,20 +246,24 @@ class FsdpEngine:
 
     def load(self, directory: Path) -> None:
         dcp.load(directory, self, self.coordinator)
+        self._weights_have_changed()
 
     def snapshot_state(self) -> Any:
         return dcp.snapshot(self)
 
     def load_snapshot(self, state: Any) -> None:
         dcp.load_snapshot(self, state)
+        self._weights_have_changed()
 
     def adopt(self, source: StoredState, num_updates: int) -> list[str]:
         place_schedule(self.scheduler, num_updates)
-        return dcp.adopt(self.module, self.optimizer, source)
+        fresh = dcp.adopt(self.module, self.optimizer, source)
+        self._weights_have_changed()
+        return fresh
 
     def full_weights(self, trainable_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in trained(self.module, trainable_only):
-            yield name, cast(DTensor, parameter.detach().to(self.device)).full_tensor()
+            yield name, cast(DTensor, dcp.unwrapped(parameter.detach()).to(self.device)).full_tensor()
 
     def apply(self, settings: MemorySettings) -> bool:
         changed = self.settings.differing(settings)
