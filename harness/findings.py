@@ -54,6 +54,7 @@ def user_error(key: str, message: str, fix: str = "") -> UserError:
 
 
 _MISSING = "is required"
+WITHOUT_FLAG = "a value without a flag before it"
 
 
 def _most_values(action: argparse.Action) -> float:
@@ -185,7 +186,7 @@ class FindingParser(argparse.ArgumentParser):
 
     def _unknown(self, token: str) -> Finding:
         if not token.startswith("-"):
-            return Finding("error", token, "a value without a flag before it", f"see {self.prog} --help")
+            return Finding("error", token, WITHOUT_FLAG, f"see {self.prog} --help")
         names = {flag.lstrip("-").replace("-", "_"): flag for flag in reversed(self._flags())}  # of two spellings the first
         close = difflib.get_close_matches(token.lstrip("-").replace("-", "_"), names, n=1, cutoff=0.6)
         fix = f"did you mean {names[close[0]]}?" if close else f"see {self.prog} --help"

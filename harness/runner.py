@@ -39,7 +39,7 @@ from typing import Any
 
 from harness import build_locks, cgroups, foreign_plan, rank_hook
 from harness.checkpoint_files import write_json
-from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
+from harness.findings import WITHOUT_FLAG, Finding, FindingParser, UserError, format_findings, user_error
 from harness.foreign_checkpoints import latest_complete
 from harness.foreign_command import NAMES, read_command
 from harness.foreign_settings import Edited, ForeignSettings, settings_json
@@ -85,6 +85,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     tokens = list(argv)
     at = tokens.index("--") if "--" in tokens else len(tokens)
     options, found = _parser().read(tokens[:at])
+    words = [finding.key for finding in found if finding.message == WITHOUT_FLAG]
+    if words and at == len(tokens):
+        begin = tokens.index(words[0])
+        fix = shlex.join(["harness", "run", *tokens[:begin], "--", *tokens[begin:]])
+        raise user_error("harness run", f"has no -- before the command {words[0]}", fix)
     if options.max_attempts < 1:
         found.append(Finding("error", "--max_attempts", f"must be at least 1, not {options.max_attempts}"))
     for pair in options.names:

@@ -164,6 +164,9 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert runner.main(["--max_attempts", "0", "--", "python", "x.py"]) == 2
     assert runner.main(["--", "no-such-program"]) == 2
     assert "cannot start no-such-program" in capsys.readouterr().err
+    assert runner.main(["--max-attempts", "3", "python", "x.py", "--epochs", "2"]) == 2
+    fix = "harness run --max-attempts 3 -- python x.py --epochs 2"
+    assert capsys.readouterr().err == f"  error   harness run: has no -- before the command python -> {fix}\n"
 
 
 def test_dry_run_starts_nothing(run: Any) -> None:
