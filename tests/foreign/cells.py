@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +122,18 @@ def run(
     timeout_s: float = 400.0,
     takes_turns: bool = True,
     more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Run:
     """Runs a script under a launcher, with or without `harness run` before it, and leaves no process behind.
 
     Args:
         takes_turns: with the launches of other tests on this machine.
         more: flags of the script.
+        environment: variables of the command.
     """
     folder.mkdir(parents=True)
     trace = folder / "trace"
-    environ = launch_environment(injected(folder, (failure or FAILURE) if fails else {}))
+    environ = launch_environment({**injected(folder, (failure or FAILURE) if fails else {}), **(environment or {})})
     if launcher == "zero3":
         environ["START_DEEPSPEED"] = "1"
     if script == "accelerate_loop":  # the same for accelerate

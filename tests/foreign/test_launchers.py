@@ -5,6 +5,7 @@ The short form has one script under torchrun and one under deepspeed; the long o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from tests.foreign import cells, jobs
 TOLERANCE = 2e-5
 
 
-def check(script: str, launcher: str, clean: cells.Run, folder: Path, corpus: Path) -> None:
-    found = cells.run(script, launcher, corpus, folder, fails=True, with_us=True)
+def check(script: str, launcher: str, clean: cells.Run, folder: Path, corpus: Path, environment: Mapping[str, str] | None = None) -> None:
+    found = cells.run(script, launcher, corpus, folder, fails=True, with_us=True, environment=environment)
     assert found.code == 0, found.output
     result = cells.compare(clean, found, folder)
     difference = result.pop("largest_relative_loss_difference")
