@@ -49,18 +49,29 @@ class AdamWBf16(torch.optim.AdamW):
 
     A weight that is bfloat16 itself (training without float32 masters) is rounded like its averages. Takes `found_inf` and `grad_scale`
     as torch's fused optimizers do.
+
+    Args:
+        halved: False: it is torch's own in all respects until `halve`.
     """
 
-    state_dtype = torch.bfloat16
-
-    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0) -> None:
+    def __init__(
+        self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0, halved: bool = True
+    ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        self.state_dtype = torch.bfloat16 if halved else None
         # torch gives a loaded state the dtype of its parameter.
         self.register_load_state_dict_post_hook(_to_state_dtype)
+
+    def halve(self) -> None:
+        """From here on the averages are bfloat16; what they were is rounded to the nearest, once."""
+        self.state_dtype = torch.bfloat16
+        _to_state_dtype(self)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient."""
+        if self.state_dtype is None:
+            return super().step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,8 +159,10 @@ def _pieces(parameters: Iterable[nn.Parameter], states: Any) -> Iterator[list[_P
         yield batch
 
 
-def _to_state_dtype(optimizer: torch.optim.Optimizer) -> None:
+def _to_state_dtype(optimizer: Any) -> None:
+    if optimizer.state_dtype is None:
+        return
     for state in optimizer.state.values():
         for name in ("exp_avg", "exp_avg_sq"):
             if name in state:
-                state[name] = state[name].to(AdamWBf16.state_dtype)
+                state[name] = state[name].to(optimizer.state_dtype)

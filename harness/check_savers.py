@@ -25,6 +25,10 @@ def saver_findings(args: Arguments, engine: str, num_processes: int, environ: Ma
     if train.optim == "adamw_bf16" and engine == "zero":
         message = "adamw_bf16 is not for DeepSpeed, which keeps optimizer states in files and copies of its own as float32"
         yield Finding("error", "--optim", message, "--fsdp full_shard, or --optim adamw_torch_fused")
+    if "optimizer_bf16" in train.oom_ladder and train.optim != "adamw_torch_fused":
+        reason = "has them so from the start" if train.optim == "adamw_bf16" else "has none of that kind"
+        message = f"optimizer_bf16 keeps the averages of adamw_torch_fused in bfloat16; --optim {train.optim} {reason}"
+        yield Finding("error", "--oom_ladder", message, "leave it out")
     if not train.optim_in_backward:
         return
     if engine == "ddp" and num_processes == 1 and len(machine.gpus) > 1 and "WORLD_SIZE" not in environ and not train.use_cpu:

@@ -104,6 +104,8 @@ def offloaded_input_bytes(settings: MemorySettings, run: RunShape, hidden_size: 
 
 def engine_memory(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """The engine's share of one rank."""
+    if settings.optimizer_bf16:
+        run = dataclasses.replace(run, optimizer="adamw_bf16")
     functions = {"ddp": _ddp, "device_map": _device_map, "fsdp": _fsdp, "zero1": _zero12, "zero2": _zero12, "zero3": _zero3}
     memory = functions[run.engine](shape, run, settings)
     snapshots = 2 * (4 + optimizer_bytes(run)) * shape.num_trainable / run.num_shards if run.snapshots else 0.0

@@ -215,7 +215,7 @@ class ForeignSettings:
             return "there is no DeepSpeed JSON to change"
         if new.reshard_after_forward != old.reshard_after_forward and self.engine != "fsdp":
             return "there is no FSDP configuration to change"
-        for name in ("loss_chunk_size", "activation_offload", "in_flight_micro_batches", "engine"):
+        for name in ("loss_chunk_size", "activation_offload", "optimizer_bf16", "in_flight_micro_batches", "engine"):
             if getattr(new, name) != getattr(old, name):
                 return f"{name} is a setting of harness/run_clm.py alone"
         return ""

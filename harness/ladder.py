@@ -17,7 +17,7 @@ Offload = Literal["none", "cpu", "nvme"]
 
 @dataclasses.dataclass(frozen=True)
 class MemorySettings:
-    """Settings of one rank that change memory and speed but not the mathematics of an optimizer step.
+    """Settings of one rank that change memory and speed but not the mathematics of an optimizer step; only the last one rounds more.
 
     Attributes:
         micro_batch_size: samples of a step that go through the model at once, per rank.
@@ -32,6 +32,7 @@ class MemorySettings:
         param_offload: where sharded parameters live between uses.
         in_flight_micro_batches: device map: micro-batches between their forward and their backward; 0 means all of a step.
         engine: with `--engine auto` only: "fsdp", "zero2" or "zero3" where the run has come down to it; "" is the one that was asked for.
+        optimizer_bf16: the averages of `--optim adamw_torch_fused` are kept in bfloat16 from here on; a rung where somebody names it.
     """
 
     micro_batch_size: int
@@ -46,6 +47,7 @@ class MemorySettings:
     param_offload: Offload = "none"
     in_flight_micro_batches: int = 0
     engine: str = ""
+    optimizer_bf16: bool = False
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1:
@@ -83,7 +85,9 @@ class MemorySettings:
         if (
             any(not isinstance(word, str) or word not in known for known, word in choices)
             or any(type(count) not in (int, type(None)) or (count or 0) < 0 for count in counts)
-            or any(type(flag) is not bool for flag in (settings.activation_offload, settings.reshard_after_forward))
+            or any(
+                type(flag) is not bool for flag in (settings.activation_offload, settings.reshard_after_forward, settings.optimizer_bf16)
+            )
         ):
             raise ValueError(f"impossible settings {values}")
         return settings
@@ -146,6 +150,7 @@ def is_lower(below: MemorySettings, above: MemorySettings) -> bool:
         (_SHARDING_STRENGTH[below.engine], _SHARDING_STRENGTH[above.engine]),
         (int(below.reshard_after_forward), int(above.reshard_after_forward)),
         (int(below.activation_offload), int(above.activation_offload)),
+        (int(below.optimizer_bf16), int(above.optimizer_bf16)),
         (below.optimizer_offload, above.optimizer_offload),
         (above.in_flight_micro_batches or _UNBOUNDED, below.in_flight_micro_batches or _UNBOUNDED),
     ]
@@ -158,7 +163,7 @@ def parse_ladder(words: Sequence[str], start: MemorySettings) -> list[MemorySett
     Args:
         words: "micro_batch" (halves it), "micro_batch=N", "gradient_checkpointing", "activation_checkpointing=selective|full",
             "activation_offload" (with activation checkpointing), "reshard_after_forward", "in_flight_micro_batches=N",
-            "loss_chunk_size=N", "optimizer_offload[=share]", "param_offload", and DeepSpeed's "reduce_bucket_size=N",
+            "loss_chunk_size=N", "optimizer_bf16", "optimizer_offload[=share]", "param_offload", and DeepSpeed's "reduce_bucket_size=N",
             "stage3_prefetch_bucket_size=N", "stage3_max_live_parameters=N".
         start: the settings in force.
 
@@ -189,7 +194,7 @@ def _not_a_rung(word: str, error: Exception) -> Finding:
     reason = f" ({error})" if isinstance(error, ValueError) else ""
     fix = (
         "micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective|full, activation_offload, reshard_after_forward,"
-        " loss_chunk_size=N, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
+        " loss_chunk_size=N, optimizer_bf16, optimizer_offload[=share], param_offload, reduce_bucket_size=N, stage3_prefetch_bucket_size=N,"
         " stage3_max_live_parameters=N or in_flight_micro_batches=N"
     )
     return Finding("error", "--oom_ladder", f"'{word}' is not a rung{reason}", f"use {fix}")
@@ -233,7 +238,7 @@ def _changes_of(word: str, above: MemorySettings) -> dict[str, Any]:
         if value not in ("selective", "full"):
             raise ValueError("selective or full")
         return {name: value}
-    if name in ("reshard_after_forward", "activation_offload") and not equals:
+    if name in ("reshard_after_forward", "activation_offload", "optimizer_bf16") and not equals:
         if name == "activation_offload" and above.activation_checkpointing == "none" and above.micro_batch_size != _UNBOUNDED:
             raise ValueError("there is no activation checkpointing at that place")
         return {name: True}

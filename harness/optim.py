@@ -14,6 +14,7 @@ from torch import nn
 from harness.args import TrainArguments
 from harness.bf16_adam import AdamWBf16
 from harness.findings import user_error
+from harness.ladder import MemorySettings
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -57,14 +58,19 @@ def check_optimizer(name: str) -> None:
             raise user_error("--optim adamw_8bit", "torchao is not installed", "pip install torchao") from None
 
 
-def build_optimizer(groups: list[dict[str, Any]], train: TrainArguments) -> torch.optim.Optimizer:
+def build_optimizer(groups: list[dict[str, Any]], train: TrainArguments, settings: MemorySettings | None = None) -> torch.optim.Optimizer:
     """The optimizer `--optim` names, over parameter groups as `parameter_groups` returns them.
+
+    Args:
+        settings: in force; of those only `optimizer_bf16` counts. None: of an engine that cannot change it.
 
     Raises:
         UserError: its library is missing.
     """
     adam: dict[str, Any] = {"lr": train.learning_rate, "betas": (train.adam_beta1, train.adam_beta2), "eps": train.adam_epsilon}
     check_optimizer(train.optim)
+    if train.optim == "adamw_torch_fused" and settings is not None and (settings.optimizer_bf16 or "optimizer_bf16" in train.oom_ladder):
+        return AdamWBf16(groups, halved=settings.optimizer_bf16, **adam)
     if train.optim == "adamw_torch_fused":
         return torch.optim.AdamW(groups, fused=True, **adam)
     if train.optim == "adamw_torch":

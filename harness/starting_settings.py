@@ -101,6 +101,7 @@ _RUNGS_OF = {
     "reshard_after_forward": {"fsdp"},
     "param_offload": {"fsdp", "zero"},
     "optimizer_offload": {"zero"},
+    "optimizer_bf16": {"ddp", "fsdp"},
     "in_flight_micro_batches": {"device_map"},
     "reduce_bucket_size": {"zero"},
     "stage3_prefetch_bucket_size": {"zero"},

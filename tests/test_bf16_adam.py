@@ -146,29 +146,34 @@ def test_a_loaded_state_goes_on_to_the_bit() -> None:
 SIZES = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
 
 
-def engine_with(optim: str, coordinator: Any) -> Any:
+def engine_with(optim: str, coordinator: Any, *flags: str, settings: dict[str, Any] | None = None) -> Any:
     from harness import modeling
     from harness.engines.base import materialise_optimizer
     from harness.engines.build import build_engine, initial_settings, master_dtype
     from harness.parsing import parse_args
 
     base = f"--model_type llama --config_overrides {SIZES} --tokenizer_name bytes --train_file none --output_dir none --precision fp32"
-    args = parse_args([*base.split(), "--optim", optim, "--learning_rate", "1e-3"])
+    args = parse_args([*base.split(), "--optim", optim, "--learning_rate", "1e-3", *flags])
     config = modeling.load_config(args.model)
     empty = modeling.build_empty(args.model, config, modeling.load_tokenizer(args.model), dtype=master_dtype("ddp", "fp32"), seed=0)
-    engine = build_engine("ddp", args, coordinator, empty, initial_settings(args, "ddp"), "fp32", 100)[0]
+    begin = initial_settings(args, "ddp").replace(**(settings or {}))
+    engine = build_engine("ddp", args, coordinator, empty, begin, "fp32", 100)[0]
     materialise_optimizer(engine.module, engine.optimizer)
     return engine
 
 
-def train(engine: Any, first: int, last: int) -> None:
+def forward(engine: Any, step: int) -> None:
     import numpy as np
 
     from harness.batches import make_sample, make_step_batch
 
+    ids = np.random.default_rng(step).integers(0, 259, (2, 16))
+    engine.forward_backward(make_step_batch([make_sample(row) for row in ids], 0.0, pin_memory=False), 30)
+
+
+def train(engine: Any, first: int, last: int) -> None:
     for step in range(first, last):
-        ids = np.random.default_rng(step).integers(0, 259, (2, 16))
-        engine.forward_backward(make_step_batch([make_sample(row) for row in ids], 0.0, pin_memory=False), 30)
+        forward(engine, step)
         engine.step()
 
 
@@ -201,4 +206,48 @@ def test_checkpoints_and_snapshots_hold_it_and_other_optimizers_take_it_over(alo
         average, rounded = whole.optimizer.state[two]["exp_avg"], back.optimizer.state[three]["exp_avg"]
         assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, average.to(torch.bfloat16))
         assert back.optimizer.state[three]["step"] == 5
+    coordinator.close()
+
+
+def test_a_rung_halves_the_averages_and_keeps_what_they_were(alone: None, tmp_path: Path) -> None:
+    """The step that ran out of memory is made again with half the state; until then, and to the bit, it is torch's optimizer."""
+    from harness import coordination
+    from harness.coordination import StopFlag
+    from harness.ladder import parse_ladder
+    from harness.recovery import Recovery
+
+    coordinator = coordination.start(timeout_s=60)
+    plain = engine_with("adamw_torch_fused", coordinator)
+    engine = engine_with("adamw_torch_fused", coordinator, "--oom_ladder", "optimizer_bf16")
+    for each in (plain, engine):
+        train(each, 0, 3)
+    assert all(torch.equal(one, two) for one, two in zip(plain.module.parameters(), engine.module.parameters(), strict=True))
+    before = {id(key): state["exp_avg"].clone() for key, state in engine.optimizer.state.items()}
+    failed: list[str] = []
+
+    def fail(*_: Any) -> None:
+        if not failed:
+            failed.append("forward")
+            raise torch.OutOfMemoryError("CUDA out of memory (injected)")
+
+    engine.module.model.layers[0].mlp.register_forward_pre_hook(fail)
+    recovery = Recovery(coordinator, StopFlag(), engine, parse_ladder(["optimizer_bf16"], engine.settings))
+    recovery.run("step", lambda: forward(engine, 3))
+    assert [step["change"] for step in recovery.steps_down] == ["optimizer_bf16 False -> True"]
+    for key, state in engine.optimizer.state.items():
+        assert state["exp_avg"].dtype == torch.bfloat16 and torch.equal(state["exp_avg"], before[id(key)].to(torch.bfloat16))
+    engine.step()
+    train(plain, 3, 6)
+    train(engine, 4, 6)
+    for one, two in zip(plain.module.parameters(), engine.module.parameters(), strict=True):
+        assert 0 < (one - two).norm() < 1e-3 * one.norm()
+    assert not engine.apply(engine.settings.replace(optimizer_bf16=False))  # it does not go back up
+    assert not plain.apply(plain.settings.replace(optimizer_bf16=True))
+    # The next life begins where this one was.
+    engine.save(tmp_path).result()
+    resumed = engine_with("adamw_torch_fused", coordinator, settings={"optimizer_bf16": True})
+    resumed.load(tmp_path)
+    for each in (engine, resumed):
+        train(each, 6, 8)
+    assert all(torch.equal(one, two) for one, two in zip(resumed.module.parameters(), engine.module.parameters(), strict=True))
     coordinator.close()

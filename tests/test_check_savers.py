@@ -11,10 +11,13 @@ from tests.checking import AMPERE, CPU, ROOT, VOLTA, Rule, check_both, rule_id, 
 DS = f"--deepspeed {ROOT}/ds_configs/zero2.json"
 FLAG, FSDP = "--optim_in_backward", "--fsdp full_shard"
 IN_BACKWARD = f"{FLAG} --max_grad_norm 0"
+HALVES = "--oom_ladder optimizer_bf16"
 ONE_CARD = dataclasses.replace(AMPERE, gpus=AMPERE.gpus[:1])
 RULES = [  # (flags, machine, processes) that break a rule and that do not
     Rule("--optim", "error", "not for DeepSpeed", (f"--optim adamw_bf16 {DS}", AMPERE, 8), ("--optim adamw_bf16", AMPERE, 8)),
     Rule("--optim", "error", "not for DeepSpeed", (f"--optim adamw_bf16 {DS}", CPU, 2), (f"--optim adamw_torch {DS}", CPU, 2)),
+    Rule("--oom_ladder", "error", "has them so from", (f"{HALVES} --optim adamw_bf16", CPU, 1), (HALVES, CPU, 1)),
+    Rule("--oom_ladder", "error", "has none of that kind", (f"{HALVES} --optim sgd", CPU, 1), (HALVES, CPU, 1)),
     Rule(FLAG, "error", "is not for DeepSpeed", (f"{IN_BACKWARD} {DS}", AMPERE, 8), (f"{IN_BACKWARD} {FSDP}", AMPERE, 8)),
     Rule(FLAG, "error", "is not for DDP", (IN_BACKWARD, AMPERE, 8), (f"{IN_BACKWARD} --use_cpu", AMPERE, 1)),
     Rule(FLAG, "error", "not for device maps", (f"{IN_BACKWARD} --device_map auto", AMPERE, 1), (IN_BACKWARD, CPU, 1)),

@@ -313,6 +313,7 @@ SETTINGS = st.builds(
     optimizer_offload=st.sampled_from([0.0, 0.5, 1.0]),
     param_offload=st.sampled_from(["none", "cpu", "nvme"]),
     in_flight_micro_batches=st.integers(0, 16),
+    optimizer_bf16=st.booleans(),
 )
 WORDS = st.sampled_from(
     [
@@ -321,6 +322,7 @@ WORDS = st.sampled_from(
         "activation_checkpointing=selective",
         "activation_offload",
         "reshard_after_forward",
+        "optimizer_bf16",
         "optimizer_offload",
         "optimizer_offload=0.5",
         "param_offload",

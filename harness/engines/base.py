@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
+from harness.bf16_adam import AdamWBf16
 from harness.coordination import Coordinator
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora
@@ -237,6 +238,16 @@ def average_gradients(parameters: Iterable[nn.Parameter], device: torch.device, 
             for gradient in same:
                 dist.all_reduce(gradient)
         torch._foreach_div_(same, num_processes)
+
+
+def may_halve(optimizer: torch.optim.Optimizer, old: MemorySettings, new: MemorySettings) -> bool:
+    """Makes the optimizer's averages bfloat16 where the new settings say so; False where it cannot, or they were to grow again."""
+    if old.optimizer_bf16 == new.optimizer_bf16:
+        return True
+    if old.optimizer_bf16 or not isinstance(optimizer, AdamWBf16):
+        return False
+    optimizer.halve()
+    return True
 
 
 def materialise_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:

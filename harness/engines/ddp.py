@@ -22,6 +22,7 @@ from harness.engines.base import (
     average_gradients,
     clip_and_step,
     compute_dtype,
+    may_halve,
     micro_batch_loss,
     place_schedule,
     scaled_step,
@@ -37,7 +38,7 @@ from harness.stored_state import StoredState
 class DdpEngine:
     """Data parallel over whole copies of the model; with one process, plain training."""
 
-    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload"})
+    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload", "optimizer_bf16"})
 
     def __init__(self, build: Build) -> None:
         self.name = "ddp"
@@ -50,7 +51,7 @@ class DdpEngine:
         install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled, share=build.share)
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
-        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train, self.settings)
         self.updates = BackwardUpdates(self.optimizer) if train.optim_in_backward else None
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
         self.dtype = compute_dtype(build.precision)
@@ -171,7 +172,7 @@ class DdpEngine:
 
     def apply(self, settings: MemorySettings) -> bool:
         changed = self.settings.differing(settings)
-        if not changed <= self.in_process:
+        if not changed <= self.in_process or not may_halve(self.optimizer, self.settings, settings):
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         self.settings = settings

@@ -32,6 +32,7 @@ from harness.engines.base import (
     advance,
     clip_and_step,
     compute_dtype,
+    may_halve,
     micro_batch_loss,
     place_schedule,
     scaled_step,
@@ -97,7 +98,9 @@ def _voted(base: type, check: Callable[[], None]) -> Any:
 class FsdpEngine:
     """Parameters, gradients and optimizer state sharded over the ranks as DTensors."""
 
-    in_process = frozenset({"micro_batch_size", "activation_checkpointing", "activation_offload", "reshard_after_forward"})
+    in_process = frozenset(
+        {"micro_batch_size", "activation_checkpointing", "activation_offload", "optimizer_bf16", "reshard_after_forward"}
+    )
 
     def __init__(self, build: Build, template: FsdpTemplate) -> None:
         self.name = "fsdp"
@@ -122,7 +125,7 @@ class FsdpEngine:
         install_loss(self.module, build.settings.loss_chunk_size, compiled=self.blocks.is_compiled, share=build.share)
         self.blocks.set_checkpointing(build.settings.activation_checkpointing, build.settings.activation_offload)
         self.module.train()
-        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train)
+        self.optimizer = build_optimizer(parameter_groups(self.module.named_parameters(), train.weight_decay), train, self.settings)
         self.updates = BackwardUpdates(self.optimizer) if train.optim_in_backward else None
         self.scheduler = build_scheduler(self.optimizer, train, build.total_steps)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=build.precision == "fp16", init_scale=2.0**16)
@@ -267,7 +270,7 @@ class FsdpEngine:
 
     def apply(self, settings: MemorySettings) -> bool:
         changed = self.settings.differing(settings)
-        if not changed <= self.in_process:
+        if not changed <= self.in_process or not may_halve(self.optimizer, self.settings, settings):
             return False
         self.blocks.set_checkpointing(settings.activation_checkpointing, settings.activation_offload)
         if "reshard_after_forward" in changed:
