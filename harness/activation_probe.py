@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from harness.findings import UserError, user_error
+from harness.sequence_rules import model_findings
 
 # Changes with the meaning of the numbers below, so that older cached answers are not taken for new ones.
 PROBE_VERSION = 2
@@ -44,6 +45,7 @@ class ProbeRequest:
         loss_chunks: chunk sizes of the loss, tokens; 0 is all at once.
         lora: keyword arguments of peft's LoraConfig, or None.
         documents: attention keeps the documents of a pack apart, so a mask exists.
+        sequence_parallel_size: processes that share each sample; what one of them has is measured.
     """
 
     model: str | None = None
@@ -58,6 +60,12 @@ class ProbeRequest:
     loss_chunks: Sequence[int] = (1024, 0)
     lora: dict[str, Any] | None = None
     documents: bool = False
+    sequence_parallel_size: int = 1
+
+    @property
+    def own_tokens(self) -> int:
+        """Of a sample, what one process has."""
+        return -(-self.block_size // self.sequence_parallel_size)
 
 
 # -------------------------------------------------------------------------------------------------------------------- the model
@@ -100,11 +108,18 @@ def build(request: ProbeRequest) -> Any:
     except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise user_error("--model", f"cannot build this model: {str(error).splitlines()[0][:200]}", "check the config") from None
     model.tie_weights()
+    text = model.config.get_text_config()
+    if problems := list(model_findings(request.sequence_parallel_size, lambda name: getattr(text, name, None))):
+        raise UserError(problems)
     if request.lora:
         from peft import LoraConfig, get_peft_model
 
         with torch.device("meta"):
             model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **request.lora), low_cpu_mem_usage=True).base_model.model
+    if request.sequence_parallel_size > 1:
+        from harness.sequence_parallel import SequenceParallel
+
+        SequenceParallel(request.sequence_parallel_size).install(model)
     return model
 
 
@@ -312,11 +327,12 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
             meter.ignore(tensor)
         state = {"forward": True}
         release = _no_gradients_kept([t for t in tensors if isinstance(t, torch.nn.Parameter)])
-        input_ids = torch.zeros((batch, request.block_size), dtype=torch.long)
-        pack = torch.zeros((batch, request.block_size), dtype=torch.long) if request.documents else None
-        with _hooks(meter, layers, state), documents(pack), meter:
+        whole = (batch, request.own_tokens * request.sequence_parallel_size)
+        inputs = {"input_ids": torch.zeros(whole, dtype=torch.long)}
+        pack = torch.zeros(whole, dtype=torch.long) if request.documents else None
+        with _shared(model, request, inputs) as inputs, _hooks(meter, layers, state), documents(pack), meter:
             with _context(weights):
-                hidden = [model.get_decoder()(input_ids=input_ids, use_cache=False)[0]]
+                hidden = [model.get_decoder()(**inputs, use_cache=False)[0]]
                 meter.mark("end")
             state["forward"] = False
             gradient = [torch.empty_like(hidden[0])]
@@ -325,6 +341,18 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
             meter.mark("done")
         release()
     return meter
+
+
+@contextlib.contextmanager
+def _shared(model: Any, request: ProbeRequest, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the model gets where processes share samples: one process's part. Fake tensors are exchanged with nobody."""
+    if request.sequence_parallel_size == 1:
+        yield inputs
+        return
+    from harness.sequence_parallel import attached
+
+    with attached(model).sharing(inputs, inputs["input_ids"]) as (own, _):
+        yield own
 
 
 def measure_layers(
@@ -480,7 +508,7 @@ def _measure(job: tuple[str, str]) -> Any:
     gc.disable()  # nothing here is freed by it, and its timing must not show
     weights, what = job
     if what == "loss":
-        return measure_losses(shape, weights, request.block_size, request.loss_chunks if shape["plain_head"] else [0])
+        return measure_losses(shape, weights, request.own_tokens, request.loss_chunks if shape["plain_head"] else [0])
     return {"weights": weights, "checkpointing": what, **measure_layers(model, layers, kinds, request, weights, what)}
 
 

@@ -66,7 +66,7 @@ class Candidate:
     @property
     def tokens_per_s(self) -> float:
         """Of the whole job."""
-        ranks = 1 if self.engine == "device_map" else self.run.num_processes
+        ranks = 1 if self.engine == "device_map" else self.run.num_processes // self.run.sequence_parallel_size
         return ranks * self.run.samples_per_step * self.run.block_size / self.time.total_s
 
     @property

@@ -418,7 +418,9 @@ def _other_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
             active = bool(block) and block.get("enabled") is not False and block.get("autotp_size") != 1
         else:
             active = block not in (None, False, 1)
-        if active:
+        if active and key == "sequence_parallel_size":
+            yield Finding("error", key, f"{what} is asked for by a flag of the run", f"remove it, and give --{key} {block}")
+        elif active:
             yield Finding("error", key, f"{what} is not supported here", "remove it")
     if "activation_checkpointing" in config:
         message = "has no effect on transformers' models"

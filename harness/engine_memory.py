@@ -98,7 +98,7 @@ def offloaded_input_bytes(settings: MemorySettings, run: RunShape, hidden_size: 
     """Of each block, what waits in host memory for its backward: its input, in float32 under autocast. Small ones stay on the card."""
     if not settings.activation_offload or settings.activation_checkpointing == "none" or run.engine == "device_map":
         return 0.0
-    size = settings.micro_batch_size * run.block_size * hidden_size * (2 if run.weights == "bf16" else 4)
+    size = settings.micro_batch_size * run.own_tokens * hidden_size * (2 if run.weights == "bf16" else 4)
     return float(size) if size >= LEAST_OFFLOADED_BYTES else 0.0
 
 

@@ -288,7 +288,8 @@ def _parallel_sizes(environ: Mapping[str, str], problems: list[Finding]) -> tupl
         size = _integer(environ, f"PARALLELISM_CONFIG_{kind}_SIZE", 1, problems)
         if size > 1:
             key = f"parallelism_config_{kind.lower()}_size"
-            problems.append(Finding("error", key, f"{name} parallelism ({size}) is not supported here", f"remove {key}, or set it to 1"))
+            fix = f"remove {key}" + (", or set it to 1" if kind == "TP" else f", and give --sequence_parallel_size {size}")
+            problems.append(Finding("error", key, f"{name} parallelism ({size}) is not supported here by the file", fix))
     sizes: list[int | None] = []
     for kind in ("REPLICATE", "SHARD"):
         size = _integer(environ, f"PARALLELISM_CONFIG_DP_{kind}_SIZE", 1, problems)

@@ -126,6 +126,8 @@ def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape,
     """
     if measured.block_size != run.block_size:
         raise ValueError(f"measured for blocks of {measured.block_size} tokens, not {run.block_size}")
+    if measured.sequence_parallel_size != run.sequence_parallel_size:
+        raise ValueError(f"measured for {measured.sequence_parallel_size} processes a sample, not {run.sequence_parallel_size}")
     step = _Step(settings, measured, run)
     phases = step.phases()
     factors = factors or Factors()
@@ -184,7 +186,7 @@ class _Step:
         per_token = (8.0 * self.shape.hidden_size + 2.0 * self.shape.intermediate_size) * run.fused_layers
         if run.compiles(settings):  # of the feed-forward only the two first products; of the norms their input (1.2B Llama on two H200s)
             per_token = 3.0 * self.shape.hidden_size + 4.0 * self.shape.intermediate_size
-        self.saving = self.batch * run.block_size * per_token
+        self.saving = self.batch * run.own_tokens * per_token
         self.everything_kept = settings.activation_checkpointing == "none"
         self.input_offloaded = offloaded_input_bytes(settings, run, measured.shape.hidden_size)
         self.accumulated = self.engine.growing_gradients * self.shape.num_trainable
@@ -222,7 +224,7 @@ class _Step:
         under_last = at(layers.forward_start, batch) + all_kept - kept[self.kinds[-1]]
         rise = max(top(layers.layers[kind].forward_peak, batch) for kind in set(self.kinds)) - self.saving
         forward = max(under_last + rise, end + top(layers.norm_forward_peak, batch))
-        loss = at(self.loss.line, batch * self.run.block_size)
+        loss = at(self.loss.line, batch * self.run.own_tokens)
         root = 0.0 if engine.root_grows or self.before else engine.growing_gradients * self.shape.num_root_trainable
         rest = at(layers.backward_base, batch)
         return [
@@ -275,7 +277,7 @@ def cache_folder() -> Path:
 
 
 # Whoever changes these changes what is measured.
-_PROBING_CODE = ("activation_probe.py", "live_bytes.py", "blocks.py", "modeling.py", "loss.py")
+_PROBING_CODE = ("activation_probe.py", "live_bytes.py", "blocks.py", "modeling.py", "loss.py", "sequence_parallel.py")
 
 
 def _read_json(path: Path) -> Any:
@@ -355,7 +357,10 @@ def measure(requests: Sequence[dict[str, Any]], timeout_s: float = 300.0) -> Mea
             answers[index] = _part_of(answer, pieces[index]["weights"][0])
             if keys[index] is not None:
                 _write_json(folder / f"{keys[index]}.json", answers[index])
-    parts = [Measured.from_dict(answer, piece["block_size"]) for answer, piece in zip(answers, pieces, strict=True)]
+    parts = [
+        Measured.from_dict(answer, piece["block_size"], piece.get("sequence_parallel_size", 1))
+        for answer, piece in zip(answers, pieces, strict=True)
+    ]
     result = parts[0]
     for part in parts[1:]:
         result = result.merged(part)

@@ -195,6 +195,7 @@ class Measured:
         losses: by (weights, tokens per chunk).
         failures: why a mode could not be measured.
         unsupported: modes of activation checkpointing that the architecture does not have.
+        sequence_parallel_size: processes that share each sample; all figures are of one of them.
     """
 
     shape: ModelShape
@@ -203,9 +204,10 @@ class Measured:
     losses: dict[tuple[str, int], LossMemory] = dataclasses.field(default_factory=dict)
     failures: tuple[str, ...] = ()
     unsupported: frozenset[str] = frozenset()
+    sequence_parallel_size: int = 1
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any], block_size: int) -> Measured:
+    def from_dict(cls, values: dict[str, Any], block_size: int, sequence_parallel_size: int = 1) -> Measured:
         """Reads the answer of `harness.activation_probe`."""
         layers = {(point["weights"], point["checkpointing"]): LayerMemory.from_dict(point) for point in values["layers"]}
         losses = {
@@ -213,7 +215,8 @@ class Measured:
             for loss in values["losses"]
         }
         failures = tuple(f"{item['weights']}, checkpointing {item['checkpointing']}: {item['reason']}" for item in values["failures"])
-        return cls(ModelShape.from_dict(values["shape"]), block_size, layers, losses, failures, frozenset(values["unsupported"]))
+        shape, unsupported = ModelShape.from_dict(values["shape"]), frozenset(values["unsupported"])
+        return cls(shape, block_size, layers, losses, failures, unsupported, sequence_parallel_size)
 
     def merged(self, other: Measured) -> Measured:
         """With what another measurement of the same model and block size adds."""
@@ -227,7 +230,7 @@ class Measured:
 
     def layer_memory(self, weights: Weights, mode: ActivationCheckpointing) -> LayerMemory:
         found = self.layers.get((weights, mode))
-        return found if found is not None else closed_form_layers(self.shape, weights, mode, self.block_size)
+        return found if found is not None else closed_form_layers(self.shape, weights, mode, self.block_size, self.sequence_parallel_size)
 
     def loss_memory(self, weights: Weights, chunk: int) -> LossMemory:
         chunk = chunk if self.shape.plain_head else 0
@@ -235,14 +238,19 @@ class Measured:
         return found if found is not None else closed_form_loss(self.shape, weights, chunk)
 
 
-def closed_form_layers(shape: ModelShape, weights: Weights, mode: ActivationCheckpointing, block_size: int) -> LayerMemory:
+def closed_form_layers(
+    shape: ModelShape, weights: Weights, mode: ActivationCheckpointing, block_size: int, sequence_parallel_size: int = 1
+) -> LayerMemory:
     """Activations of a Llama-like decoder by formula, where the model's own code could not be measured.
+
+    Processes that share a sample have a part of its tokens, and in attention all tokens of a part of the heads.
 
     Bytes per token of a layer: 16h + 4q + 4kv + 8f + 4 heads in bf16 (two RMSNorms with a float32 copy each, the inputs of all
     products, attention's inputs and output and its log-sum-exp, four tensors of the feed-forward width). Other architectures were
     seen at 0.65 to 1.6 times that.
     """
     wide = 1.0 if weights == "bf16" else (1.2 if weights == "autocast" else 2.0)  # measured on Llama shapes
+    whole_tokens, block_size = block_size, -(-block_size // sequence_parallel_size)
     hidden_bytes = (2 if weights == "bf16" else 4) * shape.hidden_size * block_size
     queries, keys = shape.num_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     feed_forward = 2.0 * shape.intermediate_size * block_size * (4 if weights == "fp32" else 2)
@@ -253,7 +261,7 @@ def closed_form_layers(shape: ModelShape, weights: Weights, mode: ActivationChec
     kinds = []
     for kind in shape.kinds:
         copies = 2.0 * kind.num_parameters if weights == "autocast" else 0.0
-        attention_flops = 2.0 * block_size * block_size * queries
+        attention_flops = 2.0 * block_size * whole_tokens * queries
         flops = 2.0 * kind.num_active * block_size + attention_flops
         kinds.append(
             KindMemory(
@@ -329,6 +337,7 @@ class RunShape:
         reduce_in_float32: FSDP2 adds up gradients in float32.
         ddp_reducer: DDP sums gradients by torch's own reducer (`--no_oom_recovery`), whose buckets stay.
         in_backward: each parameter is updated in backward and its gradient freed, in the last micro-batch of a step.
+        sequence_parallel_size: processes that share each sample, a slice of its tokens each.
         snapshots: each rank keeps two copies of its shard and optimizer state in host memory.
     """
 
@@ -346,8 +355,14 @@ class RunShape:
     reduce_in_float32: bool = True
     ddp_reducer: bool = False
     in_backward: bool = False
+    sequence_parallel_size: int = 1
     snapshots: bool = False
     zero: ZeroOptions = dataclasses.field(default_factory=ZeroOptions)
+
+    @property
+    def own_tokens(self) -> int:
+        """Of a sample, what one rank has."""
+        return -(-self.block_size // self.sequence_parallel_size)
 
     @property
     def weights(self) -> Weights:

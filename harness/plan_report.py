@@ -153,6 +153,7 @@ def start_line(candidate: Candidate, model_flags: Sequence[str]) -> tuple[str, s
     if s.activation_checkpointing != "none":
         tail.append(f"--activation_checkpointing {s.activation_checkpointing}")
         tail += ["--activation_offload"] if s.activation_offload else []
+    tail += [f"--sequence_parallel_size {run.sequence_parallel_size}"] if run.sequence_parallel_size > 1 else []
     tail += [f"--loss_chunk_size {s.loss_chunk_size}", "--train_file ...", "--output_dir out"]
     change = ""
     local = run.num_local
@@ -204,13 +205,14 @@ def format_job(measured: Measured, run: RunShape, limits: Limits, card: str) -> 
         size += f" ({shape.num_active / 1e9:.2f} active)"
     if shape.num_trainable < shape.num_parameters:
         size += f", {shape.num_trainable / 1e6:.1f} million of them trained"
-    ranks = 1 if run.engine == "device_map" else run.num_processes
+    ranks = 1 if run.engine == "device_map" else run.num_processes // run.sequence_parallel_size
+    shared = f", each shared by {run.sequence_parallel_size} cards" if run.sequence_parallel_size > 1 else ""
     step = ranks * run.samples_per_step
     host = "unknown" if limits.host_bytes is None else f"{limits.host_bytes / GIB:.0f} GiB"
     return "\n".join(
         [
             f"{shape.model_type}: {size}, {shape.num_layers} layers, hidden {shape.hidden_size}, vocabulary {shape.vocab_size}",
             f"{run.num_processes} x {card} with {limits.gpu_bytes / GIB:.1f} GiB, host memory {host}; {run.precision}, {run.optimizer}; "
-            f"{step} samples x {run.block_size} tokens an optimizer step",
+            f"{step} samples x {run.block_size} tokens an optimizer step{shared}",
         ]
     )

@@ -27,6 +27,7 @@ from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOpt
 from harness.monitor import peak_flops
 from harness.partition import parse_size, size_problem
 from harness.plan_report import format_comparison, format_estimate, format_job, format_ladder, settings_text, start_line
+from harness.sequence_rules import job_findings
 from harness.step_time import Hardware
 
 
@@ -60,6 +61,7 @@ def _parser() -> FindingParser:
     add("--document_isolation", type=_boolean, default=True, metavar="BOOL", help="documents of a pack do not see each other: needs a mask")
     add("--optimizer_offload", type=float, help="keep this share of the optimizer states on the host")
     add("--param_offload", choices=["none", "cpu", "nvme"], help="keep parameters there")
+    add("--sequence_parallel_size", type=int, default=1, help="cards that share each sample, a slice of its tokens each")
     add("--shard_group_size", type=int, help="fsdp: cards that share one copy (hybrid sharding)")
     add("--reduce_bucket_size", type=int, help="zero: elements (default: the template's auto)")
     add("--max_live_parameters", type=int, help="zero3: elements (default: DeepSpeed's 1e9)")
@@ -188,6 +190,7 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
         # flash and flex attention keep documents apart without a mask in memory
         "documents": options.document_isolation and options.attn_implementation in ("sdpa", "eager"),
         "weights": modes,
+        "sequence_parallel_size": options.sequence_parallel_size,
     }
 
 
@@ -203,6 +206,7 @@ def _run_shape(options: argparse.Namespace, engine: EngineName, num_gpus: int) -
         lora=options.lora_r is not None,
         fused_layers=options.use_liger_kernel,
         shard_group_size=options.shard_group_size if engine == "fsdp" else None,
+        sequence_parallel_size=options.sequence_parallel_size,
         snapshots=options.snapshot,
         zero=ZeroOptions(),
     )
@@ -249,6 +253,8 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     host = parse_size(options.host_memory) if options.host_memory else (machine.host_memory_bytes if machine.gpus else None)
     limits = Limits(gpu_bytes, host, options.nvme)
     engines = engines_for(options.engine, num_gpus)
+    if wrong := list(job_findings(options.sequence_parallel_size, engines[0], num_gpus)):
+        raise UserError(wrong)
     if options.block_size is None:
         options.block_size = 4096
         limit = measure([{**_request(options, engines), "checkpointing": [], "loss_chunks": []}]).shape.max_positions

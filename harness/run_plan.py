@@ -151,6 +151,7 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
         reduce_in_float32=args.train.reduce_dtype == "fp32",
         ddp_reducer=args.train.no_oom_recovery,
         in_backward=args.train.optim_in_backward,
+        sequence_parallel_size=args.train.sequence_parallel_size,
         zero=zero_options(load_deepspeed_template(args, environ) or {}) if engine.startswith("zero") else ZeroOptions(),
     )
 
@@ -177,6 +178,7 @@ def probe_request(args: Arguments, run: RunShape) -> dict[str, Any]:
         "lora": lora,
         "documents": args.data.document_isolation and args.data.packing != "none" and attention in ("sdpa", "eager"),
         "weights": [run.weights],
+        "sequence_parallel_size": run.sequence_parallel_size,
     }
 
 

@@ -111,11 +111,11 @@ def _attention(name: str, original: Callable[..., Any] | None) -> Callable[..., 
     """
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-        attached = getattr(module, _ATTACHED, None)
-        inner: Any = original or (attached[1] if attached is not None else _own_eager(module))
-        if attached is None or not attached[0].is_active:
+        here = getattr(module, _ATTACHED, None)
+        inner: Any = original or (here[1] if here is not None else _own_eager(module))
+        if here is None or not here[0].is_active:
             return inner(module, query, key, value, attention_mask, **kwargs)
-        return _with_whole_rows(attached[0], inner, name, module, (query, key, value), attention_mask, **kwargs)
+        return _with_whole_rows(here[0], inner, name, module, (query, key, value), attention_mask, **kwargs)
 
     attend.of_harness = True  # type: ignore[attr-defined]
     return attend
@@ -161,24 +161,29 @@ def _register(name: str) -> None:
 
 
 class SequenceParallel:
-    """This process among the N that share its samples; made on all ranks of the job together.
+    """This process among the N that share its samples.
 
     Attributes:
         size, rank: N, and which slice is this process's.
+        group: of the exchanges; None where there are only fake tensors, which nobody sends.
         check: called before every exchange; raises where another process ran out of memory.
         is_active: False while every process has whole rows.
     """
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.size = coordinator.sequence_parallel_size
-        self.rank = coordinator.process_index % self.size
-        timeout = timedelta(seconds=coordinator.timeout_s)
-        self.group, _ = dist.new_subgroups(group_size=self.size, timeout=timeout)
-        self.name = str(self.group.group_name)
+    def __init__(self, size: int, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
+        self.size, self.rank, self.group = size, rank, group
+        self.name = "nobody" if group is None else str(group.group_name)
         self.check: Callable[[], None] = lambda: None
         self.is_active = True
         self.groups: list[tuple[Any, int, int]] = []
         _groups[self.name] = self
+
+    @classmethod
+    def join(cls, coordinator: Coordinator) -> SequenceParallel:
+        """With the process's neighbours; called on all ranks of the job."""
+        size = coordinator.sequence_parallel_size
+        group, _ = dist.new_subgroups(group_size=size, timeout=timedelta(seconds=coordinator.timeout_s))
+        return cls(size, coordinator.process_index % size, group)
 
     def install(self, model: Any) -> None:
         """Lets the model's attention exchange; of an empty model, before it is sharded."""
@@ -237,6 +242,12 @@ class SequenceParallel:
 
     def _own(self, value: Any) -> Any:
         return value.chunk(self.size, 1)[self.rank].contiguous() if isinstance(value, Tensor) else value
+
+
+def attached(model: nn.Module) -> SequenceParallel:
+    """What was installed in a model."""
+    shared: SequenceParallel = getattr(model, _ATTACHED)[0]
+    return shared
 
 
 # --------------------------------------------------------------------------------------------------------------------- the proof

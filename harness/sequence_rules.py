@@ -26,9 +26,7 @@ def job_findings(size: int, engine: str, num_processes: int) -> Iterator[Finding
     if size < 1:
         yield Finding("error", KEY, f"must be at least 1, not {size}", "1 for none")
     elif size > 1 and engine == "device_map":
-        yield Finding(
-            "error", KEY, "a device map is one process, which has nobody to share samples with", "torchrun with --fsdp full_shard"
-        )
+        yield Finding("error", KEY, "a device map is one process, with nobody to share samples with", "torchrun with --fsdp full_shard")
     elif num_processes % size:
         fits = [count for count in range(1, num_processes + 1) if num_processes % count == 0]
         message = f"{size} does not divide the {num_processes} processes of this run"

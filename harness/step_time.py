@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 
 from harness.engine_memory import offloaded_input_bytes, optimizer_bytes, width
 from harness.ladder import MemorySettings
@@ -103,13 +104,22 @@ def _sent_bytes(measured: Measured, run: RunShape, settings: MemorySettings, num
     return ring * (gathers * weights + reduce) + across, 0.0
 
 
+def _exchanged_bytes(measured: Measured, run: RunShape, settings: MemorySettings) -> float:
+    """Bytes that a rank sends around attention, per micro-batch: queries, keys, values, outputs; gradients; again where recomputed."""
+    size, shape = run.sequence_parallel_size, measured.shape
+    keys = math.lcm(shape.num_key_value_heads, size)
+    there = 2 * (shape.num_heads + keys) * shape.head_dim * settings.micro_batch_size * run.own_tokens * width(run) * (size - 1) / size
+    times = 2 + (settings.activation_checkpointing != "none")
+    return there * times * len(shape.kind_of_layer)
+
+
 def _compute(measured: Measured, run: RunShape, settings: MemorySettings, hardware: Hardware) -> float:
     """Seconds of one micro-batch on one card."""
     shape, batch = measured.shape, settings.micro_batch_size
     layers = measured.layer_memory(run.weights, settings.activation_checkpointing)
     everything = measured.layer_memory(run.weights, "none")
     loss = measured.loss_memory(run.weights, settings.loss_chunk_size)
-    tokens = batch * run.block_size
+    tokens = batch * run.own_tokens
     flops_rate = hardware.peak_flops * PRODUCT_EFFICIENCY * (0.5 if run.precision == "fp32" else 1.0)
     flops_rate *= tokens / (tokens + HALF_SPEED_TOKENS)
     bandwidth = hardware.memory_bandwidth * BANDWIDTH_EFFICIENCY
@@ -149,11 +159,13 @@ def step_time(settings: MemorySettings, measured: Measured, run: RunShape, hardw
         exposed += max(0.0, step_s - backward) + NOT_HIDDEN * min(step_s, backward)
     else:
         exposed += step_s  # ZeRO gathers updated weights with nothing to hide behind
+    exchanged = _exchanged_bytes(measured, run, settings)
+    exposed += num_micro * exchanged / bandwidth  # attention waits for it
     shard = shape.num_trainable / run.num_shards
     offload = _offload(settings, measured, run, hardware, num_micro, compute)
     on_card = 1.0 - _optimizer_share_on_host(settings, run)
     update = on_card * shard * (2 * (4 + optimizer_bytes(run)) + 4 + w) / (hardware.memory_bandwidth * BANDWIDTH_EFFICIENCY)
-    return StepTime(total, exposed, offload, update, num_micro * per_micro + per_step)
+    return StepTime(total, exposed, offload, update, num_micro * (per_micro + exchanged) + per_step)
 
 
 def _optimizer_share_on_host(settings: MemorySettings, run: RunShape) -> float:

@@ -34,6 +34,7 @@ SHARED_FLAGS = (
     "lora_r",
     "lora_dropout",
     "gpu_memory",
+    "sequence_parallel_size",
 )
 _SWITCHES = ("trust_remote_code", "use_liger_kernel")
 _TRUE = ("", "true", "1", "yes")

@@ -364,7 +364,7 @@ DEEPSPEED_RULES = [
     Rule(
         "sequence_parallel_size",
         "error",
-        "is not supported here",
+        "by a flag of the run -> remove it, and give --sequence_parallel_size 2",
         zero() | {"sequence_parallel_size": 2},
         zero() | {"sequence_parallel_size": 1},
     ),

@@ -149,7 +149,7 @@ def build_engine(
     ):
         raise UserError(problems)
     lora = attach_adapters(engine, args, empty_model, precision) if args.lora.lora_r is not None else None
-    sequence = SequenceParallel(coordinator) if coordinator.sequence_parallel_size > 1 else None
+    sequence = SequenceParallel.join(coordinator) if coordinator.sequence_parallel_size > 1 else None
     if sequence is not None:
         sequence.install(empty_model.model)
     build = Build(args, coordinator, empty_model, settings, precision, total_steps, lora, sequence)

@@ -1,4 +1,4 @@
-"""Processes that share samples: the losses are those of one process, whatever the engine, the architecture, and whoever runs out of memory."""
+"""Processes that share samples: losses are those of one process, whatever engine and architecture, and whoever runs out of memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,11 @@ PLACES = "forward:1:1 backward:0:6 recompute:all:9 exchange-buffer:1:60 exchange
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("ddp", ()), ("fsdp", ("--fsdp", "full_shard")), pytest.param("zero3", ("--deepspeed", str(DS / "zero3.json")), marks=pytest.mark.slow)],
+    [
+        ("ddp", ()),
+        ("fsdp", ("--fsdp", "full_shard")),
+        pytest.param("zero3", ("--deepspeed", str(DS / "zero3.json")), marks=pytest.mark.slow),
+    ],
 )
 def test_nobody_is_left_in_an_exchange(name: str, more: tuple[str, ...], server: ForkServer, job: dict[str, Any]) -> None:
     """In the dry run and in steps, in forward, backward and recompute, and where the buffer of an exchange does not fit."""
@@ -173,7 +177,7 @@ def shared_model(coordinator: Any, kind: str, values: dict[str, Any], attention:
     for parameter in model.parameters():  # as drawn, attention would hardly matter
         parameter.data.normal_(0.0, 0.3)
     isolate_packed_documents()
-    shared = SequenceParallel(coordinator)
+    shared = SequenceParallel.join(coordinator)
     shared.install(model)
     install_loss(model, 8, share=shared.sharing)
     return model, shared
