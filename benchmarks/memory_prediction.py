@@ -195,9 +195,9 @@ class CardWatch(threading.Thread):
     `peak_bytes` is of its whole life, model loading and dry run included; `steady_bytes` from the first row of its log on.
     """
 
-    def __init__(self, num_gpus: int, process_id: int, metrics: Path) -> None:
+    def __init__(self, process_id: int, metrics: Path) -> None:
         super().__init__(daemon=True)
-        self.num_gpus, self.process_id, self.metrics, self._over = num_gpus, process_id, metrics, threading.Event()
+        self.process_id, self.metrics, self._over = process_id, metrics, threading.Event()
         self.peak_bytes = self.steady_bytes = 0
 
     def run(self) -> None:
@@ -206,7 +206,7 @@ class CardWatch(threading.Thread):
             import pynvml
 
             pynvml.nvmlInit()
-            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(self.num_gpus)]
+            handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
             parent = psutil.Process(self.process_id)
             while not self._over.wait(0.1):
                 trains = self.metrics.exists() and '"train"' in self.metrics.read_text(encoding="utf-8")
@@ -277,7 +277,7 @@ def run_row(row: Row, num_gpus: int, folder: Path, timeout_s: float) -> dict[str
             cwd=ROOT,
             start_new_session=True,
         )
-        watch = CardWatch(num_gpus, process.pid, output / "metrics.jsonl")
+        watch = CardWatch(process.pid, output / "metrics.jsonl")
         watch.start()
         try:
             code: int | str = process.wait(timeout_s)

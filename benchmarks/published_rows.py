@@ -113,7 +113,7 @@ def _predict(
         loss_bytes: per token and word, where the loss is not ours.
     """
     estimate = estimate_memory(settings, measured, run)
-    peak = 0.0
+    peak, computing = 0.0, 0.0
     for phase in estimate.phases:
         parts = dict(phase.parts)
         if states is not None:
@@ -121,10 +121,10 @@ def _predict(
                 parts[name] = parts.get(name, 0.0) * share
         if loss_bytes is not None and phase.name == "loss":
             parts["loss"] = loss_bytes * settings.micro_batch_size * run.block_size * measured.shape.vocab_size
-        peak = max(peak, sum(parts.values()))
+        peak, computing = max(peak, sum(parts.values())), max(computing, sum(parts.values()) - phase.pooled_bytes)
     if metric in ("active", "allocated"):
         return peak - WORKSPACE_BYTES
-    peak *= RESERVED_FACTOR[1]
+    peak = RESERVED_FACTOR[1] * computing + estimate.pool_bytes
     if metric == "nvidia-smi":
         peak += CONTEXT_BYTES[1] + (NCCL_BYTES[1] if run.num_processes > 1 else 0)
     return peak

@@ -55,6 +55,10 @@ class EngineMemory:
         pending: reduction of the layer above, still under way.
         last_reduce: the same for what is outside the layers, at the end of backward when activations are gone.
         step: what an update needs on top of everything resident.
+        update_gradients: gradients that are there at the update besides those above.
+        pooled: part of a phase that lies in memory of other streams than the computing one: "gradients", "gather", or "".
+        pools: what the allocator keeps for those streams; memory of one stream is not given to another before there is none left.
+        scattered: the first update finds the activations' memory in pieces and takes new memory.
         host: resident host memory of this rank.
         nvme: bytes of this rank on an NVMe disk.
     """
@@ -74,6 +78,10 @@ class EngineMemory:
     pending: float = 0.0
     last_reduce: float = 0.0
     step: float = 0.0
+    update_gradients: float = 0.0
+    pooled: str = ""
+    pools: float = 0.0
+    scattered: bool = False
     host: float = 0.0
     nvme: float = 0.0
 
@@ -172,6 +180,10 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
 
     While a layer runs backward there are its weights, those of the layer before it (prefetched), and the reduce-scatter input of the
     layer after it. Gradients stay unsharded until their group's backward ends: the head's therefore until the very end.
+
+    torch gathers into memory of one stream, which keeps room for what is outside the layers and two layers, and reduces into memory of
+    another: the sharded gradients lie there, and while they are added to, or go to the host, those of one more group (36 runs on one and
+    two H200s: reserved within 3 %).
     """
     shards, trained, w = run.num_shards, shape.num_trainable, width(run)
     reduced = 4 if run.reduce_in_float32 else w
@@ -189,7 +201,11 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
     reduced_one, reduced_root = (
         4 * each / shards + _update_copy(run, each / shards) if frees else 0.0 for each in (layer.num_trainable, shape.num_root_trainable)
     )
+    more = max(shape.num_root_trainable, layer.num_trainable) if offload or frees or run.samples_per_step > settings.micro_batch_size else 0
+    gathers = root + 2 * one + ((4 + w) * shape.num_root / shards if offload else 0) if shards > 1 else 0
     return EngineMemory(
+        pooled="gradients",
+        pools=gathers + (0 if offload or frees else gradients) + reduced * more / shards,
         parameters=0 if offload else resident,
         growing_gradients=0.0 if offload or frees else 4.0 / shards,
         optimizer=0 if offload else states,
@@ -210,8 +226,9 @@ def _fsdp(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineM
 def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> EngineMemory:
     """Whole 16-bit weights; float32 master copies and states are sharded; stage 2 shards the reduced gradients too.
 
-    The update makes a flat copy of the shard's gradients, another one, and a float32 one (3.2B Llama and 1.7B Qwen3 on two H200s: within
-    1 % with both, 7 % too little with one). Offloaded, all of that lives on the host.
+    Both stages keep the reduced gradients of a rank's part from the last backward on, and collect those of the next in float32, in memory
+    of the stream that reduces. The update makes a float32 copy of them and another in 16 bits (3.2B Llama and 1.7B Qwen3 on two H200s:
+    within 1 %). Offloaded, all of that lives on the host, and one tensor of the largest size waits on the card for its copy.
     """
     shards, trained, w = run.num_processes, shape.num_trainable, width(run)
     zero = run.zero.resolved(shape)
@@ -221,14 +238,17 @@ def _zero12(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engin
     partitioned = run.engine == "zero2"
     largest = max(shape.largest_layer.largest_tensor, shape.num_embedding if shape.num_root_trainable else 0)
     return EngineMemory(
+        pooled="gradients",
+        pools=(2 * w + 4) * largest if offload else 4 * trained / shards + w * bucket,
         parameters=w * shape.num_parameters,
-        gradients=w * trained / shards if partitioned and not offload else 0,
+        gradients=0 if offload else w * trained / shards,
         growing_gradients=0.0 if partitioned else float(w),
         optimizer=0 if offload else states,
-        buffers=w * bucket * (2 if run.zero.overlap_comm else 1),
+        buffers=w * bucket * (2 if run.zero.overlap_comm else 1) + (w * largest if offload else 0),
         reduce=w * largest,
         last_reduce=w * largest,
-        step=0 if offload else (2 * w + 4) * trained / shards,
+        step=0 if offload else (w + 4) * trained / shards,
+        update_gradients=0 if offload else w * trained / shards,
         host=(states + 4 * trained / shards) if offload else 0,
     )
 
@@ -262,8 +282,11 @@ def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engine
     """Everything sharded. How much stays gathered is DeepSpeed's choice within its limits.
 
     A parameter is released after use unless it is used again within `max_reuse_distance` parameters: at the turn from forward to
-    backward the last half of that distance stays. `max_live_parameters` limits gathering ahead. The loss reaches the head through the
-    model, not through the head's own forward; what is outside the layers was then seen to stay gathered (1.2B Llama on two H200s).
+    backward so many stay, and `max_live_parameters` limits gathering ahead. The loss reaches the head through the model, not through the
+    head's own forward; what is outside the layers was then seen to stay gathered, but for a frozen embedding (Llamas of 1.2, 3.2 and 8B on
+    two H200s, by the allocator's history). With weights on the host no more than `max_live_parameters` were there. All that lies in memory
+    of the gathering stream; reductions have a stream of their own, through which the embedding's gradient goes in the copies that
+    `pools` counts where weights come from the host.
     """
     shards, trained, w = run.num_processes, shape.num_trainable, width(run)
     zero = run.zero.resolved(shape)
@@ -272,17 +295,22 @@ def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engine
     live_limit = settings.max_live_parameters or zero.max_live_parameters
     reuse = min(zero.max_reuse_distance, live_limit)
     layer = shape.largest_layer
-    turn = min(shape.num_parameters, reuse / 2 + shape.num_root + prefetch)
+    offload_parameters = settings.param_offload != "none"
+    used_again = shape.num_root if shape.num_root_trainable else shape.num_head
+    turn = min(shape.num_parameters, max(reuse, used_again) if offload_parameters else reuse + used_again + prefetch)
     running = min(shape.num_parameters, layer.num_parameters + prefetch)
     states = (4 + optimizer_bytes(run)) * trained / shards
     share = offloaded_share(shape, run, settings.optimizer_offload) if settings.optimizer_offload else 0.0
-    offload_parameters = settings.param_offload != "none"
     persistent = w * shape.num_small if (zero.persistence_threshold or 0) >= shape.hidden_size else 0
     weights = w * shape.num_parameters / shards
     group = min(run.zero.sub_group_size, trained / shards)
     on_disk = settings.param_offload == "nvme"
     host = share * states + (6 * trained / shards if share else 0)
+    embedding = shape.num_embedding if shape.num_root_trainable else 0
     return EngineMemory(
+        pooled="gather",
+        pools=w * (turn + layer.num_parameters) + ((w + (w + 4) / shards) * embedding if offload_parameters else w * bucket),
+        scattered=not share,
         parameters=(0 if offload_parameters else weights) + persistent,
         gradients=0 if share else w * trained / shards,
         optimizer=(1 - share) * states,
@@ -292,7 +320,7 @@ def _zero3(shape: ModelShape, run: RunShape, settings: MemorySettings) -> Engine
         backward_gather=w * turn,
         head_gradient=0,
         reduce=w * (bucket + min(layer.largest_tensor, layer.num_trainable)),
-        last_reduce=w * (bucket + (shape.num_embedding if shape.num_root_trainable else 0)),
+        last_reduce=w * (bucket + embedding),
         step=(w + 4) * group * (1 - share),
         host=(5 * w * max(100_000_000, shape.num_embedding) if on_disk else host + (weights if offload_parameters else 0)),
         nvme=(states + weights) if on_disk else 0,

@@ -29,19 +29,23 @@ from harness.model_shape import Measured, RunShape, at, top
 
 # What a process allocates through torch besides tensors: a cuBLAS workspace (32 MiB on Hopper) and small change.
 WORKSPACE_BYTES = 48 * 2**20
-# Reserved over allocated with expandable segments, and what CUDA, cuBLAS and NCCL take outside the allocator: (low, expected, high).
-# Measured elsewhere at 1.05 to 1.12, 0.5 to 0.9 GiB and 1 to 2 GiB (stas00/ml-engineering, training/performance).
+# Reserved over allocated in the computing stream with expandable segments, and what is outside the allocator: (low, expected, high).
+# CUDA and its libraries: 1.25 GiB on H200s with CUDA 13, 0.5 to 0.9 GiB on older cards (stas00/ml-engineering, training/performance).
 RESERVED_FACTOR = (1.0, 1.03, 1.08)
-CONTEXT_BYTES = (int(0.45 * GIB), int(0.6 * GIB), int(0.9 * GIB))
-NCCL_BYTES = (int(0.3 * GIB), int(0.8 * GIB), int(1.5 * GIB))
+CONTEXT_BYTES = (int(0.5 * GIB), int(1.25 * GIB), int(1.5 * GIB))
+NCCL_BYTES = (int(0.2 * GIB), int(0.3 * GIB), int(1.2 * GIB))
+DEEPSPEED_BYTES = (int(0.1 * GIB), int(0.2 * GIB), int(0.4 * GIB))
+# Of the memory that activations leave behind, the part in which the first update of DeepSpeed's stage 3 finds room for its copies.
+_REUSED_SHARE = 0.4
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A moment of a step and what is on the card then: part -> bytes."""
+    """A moment of a step and what is on the card then: part -> bytes. `pooled_bytes` of it lie in memory of other streams."""
 
     name: str
     parts: dict[str, float]
+    pooled_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
@@ -55,6 +59,8 @@ class MemoryEstimate:
     Attributes:
         phases: forward, loss, backward, reduction, update; the peak is the highest.
         allocated_bytes: expected `torch.cuda.max_memory_allocated`.
+        reserved_bytes: expected `torch.cuda.max_memory_reserved`.
+        pool_bytes: of that, what is kept for other streams than the computing one.
         low_bytes, expected_bytes, high_bytes: of the whole card, as `mem_get_info` sees it. "Fits" means the high figure.
         host_bytes: of one node.
         nvme_bytes: of one node, on its NVMe disk.
@@ -71,6 +77,8 @@ class MemoryEstimate:
     nvme_bytes: int
     checkpoint_bytes: int
     closed_forms: tuple[str, ...] = ()
+    reserved_bytes: int = 0
+    pool_bytes: int = 0
 
     @property
     def peak_phase(self) -> str:
@@ -79,10 +87,15 @@ class MemoryEstimate:
     @property
     def update_bytes(self) -> int:
         """What the update alone is likely to need at most. It cannot be redone; but by then CUDA and NCCL have taken what they take."""
-        peak = max(phase.total_bytes for phase in self.phases)
-        update = max((phase.total_bytes for phase in self.phases if phase.name == "update"), default=0.0)
-        _, expected, high = RESERVED_FACTOR
-        return int(self.expected_bytes + self.allocated_bytes * (update / peak * high - expected))
+        update = next((phase.total_bytes - phase.pooled_bytes for phase in self.phases if phase.name == "update"), 0.0)
+        outside = self.expected_bytes - self.reserved_bytes
+        return int(RESERVED_FACTOR[2] * update + self.pool_bytes + outside)
+
+    @property
+    def dry_run_reserved_bytes(self) -> int:
+        """Expected `torch.cuda.max_memory_reserved` of forward and backward alone."""
+        most = max(phase.total_bytes - phase.pooled_bytes for phase in self.phases if phase.name != "update")
+        return int(RESERVED_FACTOR[1] * most + self.pool_bytes)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -100,7 +113,7 @@ class Factors:
     """Corrections learnt from real steps on this machine: measured over predicted."""
 
     allocated: float = 1.0
-    reserved: float | None = None
+    reserved: float = 1.0
     outside_bytes: int | None = None
 
     def describe(self) -> str:
@@ -108,8 +121,7 @@ class Factors:
         if self == Factors():
             return ""
         outside = f", {self.outside_bytes / GIB:.2f} GiB outside the allocator" if self.outside_bytes is not None else ""
-        reserved = f", reserved x {self.reserved:.3f}" if self.reserved is not None else ""
-        return f"corrected by the dry runs on this machine: allocated x {self.allocated:.3f}{reserved}{outside}"
+        return f"corrected by the dry runs on this machine: allocated x {self.allocated:.3f}, reserved x {self.reserved:.3f}{outside}"
 
 
 def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape, factors: Factors | None = None) -> MemoryEstimate:
@@ -133,15 +145,15 @@ def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape,
     factors = factors or Factors()
     allocated = max(phase.total_bytes for phase in phases) * factors.allocated
     many = run.num_processes > 1 and run.engine != "device_map"
-    totals = []
+    totals, kept = [], 0.0
     for index in range(3):
         outside = CONTEXT_BYTES[index] + (NCCL_BYTES[index] if many else 0)
-        reserved = RESERVED_FACTOR[index]
-        if factors.reserved is not None:
-            reserved = factors.reserved * (1.0, 1.0, 1.03)[index]
+        outside += DEEPSPEED_BYTES[index] if run.engine.startswith("zero") else 0
         if factors.outside_bytes is not None:
             outside = factors.outside_bytes
-        totals.append(int(allocated * reserved + outside))
+        reserved = step.reserved_bytes(phases, RESERVED_FACTOR[index]) * factors.reserved
+        kept = reserved if index == 1 else kept
+        totals.append(int(reserved + outside))
     closed = [] if step.layers.measured else [f"activations ({settings.activation_checkpointing})"]
     closed += [] if step.loss.measured else ["loss"]
     return MemoryEstimate(
@@ -154,6 +166,8 @@ def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape,
         nvme_bytes=int(step.engine.nvme * run.num_local),
         checkpoint_bytes=int(checkpoint_bytes(measured, run)),
         closed_forms=tuple(closed),
+        reserved_bytes=int(kept),
+        pool_bytes=int(step.engine.pools * factors.reserved),
     )
 
 
@@ -213,7 +227,19 @@ class _Step:
         }
         for key, value in parts.items():
             values[key] = values.get(key, 0.0) + value
-        return Phase(name, {key: value for key, value in values.items() if value})
+        # The head's gradient is not reduced yet, and not where the reduced ones are.
+        pooled = values.get(engine.pooled, 0.0) - (engine.head_gradient if name == "backward" and engine.pooled == "gradients" else 0.0)
+        return Phase(name, {key: value for key, value in values.items() if value}, min(pooled, engine.pools))
+
+    def reserved_bytes(self, phases: Sequence[Phase], factor: float) -> float:
+        """What the allocator takes from the card: the most of the computing stream, and what it keeps for the others."""
+        own = {phase.name: phase.total_bytes - phase.pooled_bytes for phase in phases}
+        update = own.pop("update")
+        most = max(own.values())
+        if not self.engine.scattered:
+            return factor * max(most, update) + self.engine.pools
+        left = max(0.0, most - (update - self.engine.step))
+        return factor * most + max(0.0, self.engine.step - _REUSED_SHARE * left) + self.engine.pools
 
     def phases(self) -> list[Phase]:
         """The moments at which memory can be at its highest."""
@@ -232,7 +258,7 @@ class _Step:
             self.phase("loss", gradients=self.before, activations=end, loss=loss, gather=engine.loss_gather),
             self.backward(),
             self.phase("reduction", gradients=self.accumulated - root, activations=rest, reduce=engine.last_reduce),
-            self.phase("update", gradients=self.accumulated, update=engine.step),
+            self.phase("update", gradients=self.accumulated + engine.update_gradients, update=engine.step),
         ]
 
     def backward(self) -> Phase:
@@ -415,19 +441,27 @@ def _answer_of(code: int, output: str, errors: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- what this machine has taught us
 
 
-def record_measurement(machine: str, engine: str, predicted_bytes: int, allocated_bytes: int, reserved_bytes: int, used_bytes: int) -> None:
+def record_measurement(
+    machine: str,
+    engine: str,
+    predicted_bytes: int,
+    predicted_reserved_bytes: int,
+    allocated_bytes: int,
+    reserved_bytes: int,
+    used_bytes: int,
+) -> None:
     """Keeps a real step's peak beside its prediction; the last 20 per machine and engine.
 
     Args:
         machine: name of the card.
-        predicted_bytes: `MemoryEstimate.allocated_bytes` made with no factors.
+        predicted_bytes, predicted_reserved_bytes: `MemoryEstimate.allocated_bytes` and `reserved_bytes` made with no factors.
         allocated_bytes, reserved_bytes: `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
         used_bytes: total minus free of `torch.cuda.mem_get_info`.
     """
     path = cache_folder() / "memory_factors.json"
     values = _read_json(path) or {}
     rows = values.setdefault(f"{machine}|{engine}", [])
-    rows.append([predicted_bytes, allocated_bytes, reserved_bytes, used_bytes])
+    rows.append([predicted_bytes, predicted_reserved_bytes, allocated_bytes, reserved_bytes, used_bytes])
     values[f"{machine}|{engine}"] = rows[-20:]
     _write_json(path, values)
 
@@ -435,13 +469,13 @@ def record_measurement(machine: str, engine: str, predicted_bytes: int, allocate
 def machine_factors(machine: str, engine: str) -> Factors:
     """Corrections from what was recorded: the worst of the last rows, so that a fit stays a fit."""
     rows = (_read_json(cache_folder() / "memory_factors.json") or {}).get(f"{machine}|{engine}", [])
-    rows = [row for row in rows if len(row) == 4 and row[0] > 0 and row[1] > 0]
+    rows = [row for row in rows if len(row) == 5 and min(row[:3]) > 0]
     if not rows:
         return Factors()
     return Factors(
-        allocated=max(row[1] / row[0] for row in rows[-5:]),
-        reserved=max(row[2] / row[1] for row in rows[-5:]),
-        outside_bytes=max(max(row[3] - row[2], 0) for row in rows[-5:]),
+        allocated=max(row[2] / row[0] for row in rows[-5:]),
+        reserved=max(row[3] / row[1] for row in rows[-5:]),
+        outside_bytes=max(max(row[4] - row[3], 0) for row in rows[-5:]),
     )
 
 

@@ -396,10 +396,12 @@ def learn(plan: StartPlan, gpu_name: str, allocated_bytes: int, reserved_bytes: 
 
     A dry run is forward and backward with the optimizer's states in place, but no update.
     """
-    predicted = max(phase.total_bytes for phase in plan.candidate.estimate.phases if phase.name != "update")
+    estimate, corrections = plan.candidate.estimate, plan.content["corrections"]
+    predicted = max(phase.total_bytes for phase in estimate.phases if phase.name != "update")
+    reserved = estimate.dry_run_reserved_bytes / corrections["reserved"]
     ours = min(used_bytes, reserved_bytes + MOST_OUTSIDE_BYTES)
-    record_measurement(gpu_name, plan.candidate.engine, int(predicted), allocated_bytes, reserved_bytes, ours)
-    expected = predicted * plan.content["corrections"]["allocated"]
+    record_measurement(gpu_name, plan.candidate.engine, int(predicted), int(reserved), allocated_bytes, reserved_bytes, ours)
+    expected = predicted * corrections["allocated"]
     off = 100 * (allocated_bytes / expected - 1)
     return (
         f"dry run: {allocated_bytes / GIB:.2f} GiB allocated, {expected / GIB:.2f} predicted ({off:+.1f} %);"

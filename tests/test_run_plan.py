@@ -125,7 +125,7 @@ def test_a_miss_that_is_redone_in_place_is_risked_and_others_are_not() -> None:
 def test_an_update_that_does_not_fit_is_not_risked(update_gib: int, need_gib: float) -> None:
     """Of 60 GiB allocated at the peak; the allocator may take 8 % more of an update, where 3 % are expected."""
     phases = (memory.Phase("backward", {"activations": 60.0 * GIB}), memory.Phase("update", {"update": 1.0 * update_gib * GIB}))
-    estimate = memory.MemoryEstimate(phases, 60 * GIB, 62 * GIB, 66 * GIB, 74 * GIB, 0, 0, 0)
+    estimate = memory.MemoryEstimate(phases, 60 * GIB, 62 * GIB, 66 * GIB, 74 * GIB, 0, 0, 0, reserved_bytes=int(61.8 * GIB))
     candidate = dataclasses.replace(plan().candidate, estimate=estimate)
     assert candidate.need_bytes("start") == pytest.approx(need_gib * GIB, abs=1)
     assert candidate.need_bytes("expected") == 66 * GIB
