@@ -8,7 +8,7 @@ a micro-batch of 8. Reported for each: how it ends without us and after how long
 on, whether every step had the samples it has without the failure, and the largest relative difference of a step's loss. Seconds are those
 of a machine of two cores, nearly all of them imports. Results are written after every row, into what an earlier call has left there.
 
-    python benchmarks/foreign_scripts.py --device cuda --output benchmarks/results/foreign_scripts_h200x2.json [--launchers fsdp zero3]
+    python benchmarks/foreign_scripts.py --device cuda --output benchmarks/results/foreign_scripts_gpu.json [--launchers fsdp zero3]
 
 On two GPUs: the Trainer script with a model of 0.5 billion parameters, under accelerate's FSDP2 and DeepSpeed's ZeRO-3. Before step 7
 the card of rank 1 loses memory for good (all but what was held and 60 % of what a step needed on top), so its allocator fails by itself.
