@@ -22,9 +22,7 @@ def saver_findings(args: Arguments, engine: str, num_processes: int, environ: Ma
         engine: "ddp", "fsdp", "zero" or "device_map".
     """
     train = args.train
-    if train.optim == "adamw_bf16" and engine == "zero":
-        message = "adamw_bf16 is not for DeepSpeed, which keeps optimizer states in files and copies of its own as float32"
-        yield Finding("error", "--optim", message, "--fsdp full_shard, or --optim adamw_torch_fused")
+    yield from optimizer_findings(train.optim, engine)
     if "optimizer_bf16" in train.oom_ladder and train.optim != "adamw_torch_fused":
         reason = "has them so from the start" if train.optim == "adamw_bf16" else "has none of that kind"
         message = f"optimizer_bf16 keeps the averages of adamw_torch_fused in bfloat16; --optim {train.optim} {reason}"
@@ -37,6 +35,13 @@ def saver_findings(args: Arguments, engine: str, num_processes: int, environ: Ma
     precision = "fp16" if train.precision == "auto" and has_no_bf16 else train.precision
     yield from in_backward_findings(engine, num_processes, precision, offloads=_offloads(args, engine, environ))
     yield from _settings_findings(train, num_processes)
+
+
+def optimizer_findings(optim: str, engine: str) -> Iterator[Finding]:
+    """Where `--optim adamw_bf16` cannot run."""
+    if optim == "adamw_bf16" and engine == "zero":
+        message = "adamw_bf16 is not for DeepSpeed, which keeps optimizer states in files and copies of its own as float32"
+        yield Finding("error", "--optim", message, "--fsdp full_shard, or --optim adamw_torch_fused")
 
 
 def _offloads(args: Arguments, engine: str, environ: Mapping[str, str]) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
 from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, known_card
+from harness.check_savers import in_backward_findings, optimizer_findings
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.ladder import MemorySettings
@@ -55,6 +56,7 @@ def _parser() -> FindingParser:
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step, as asked for")
     add("--precision", default="bf16", choices=["bf16", "fp16", "fp32"])
     add("--optim", default="adamw_torch_fused", choices=list(OPTIMIZER_STATE_BYTES))
+    add("--optim_in_backward", action="store_true", help="parameters are updated in backward, and their gradients freed")
     add("--activation_checkpointing", choices=["none", "selective", "full"], help="keep this one (default: all are tried)")
     add("--loss_chunk_size", type=int, default=1024, help="tokens whose logits exist at once in the loss; 0: all")
     add("--attn_implementation", default="sdpa", choices=["sdpa", "eager", "flash_attention_2", "flex_attention"])
@@ -203,6 +205,7 @@ def _run_shape(options: argparse.Namespace, engine: EngineName, num_gpus: int) -
         num_local_processes=options.gpus_per_node,
         precision=options.precision,
         optimizer=options.optim,
+        in_backward=options.optim_in_backward,
         lora=options.lora_r is not None,
         fused_layers=options.use_liger_kernel,
         shard_group_size=options.shard_group_size if engine == "fsdp" else None,
@@ -242,6 +245,28 @@ def engines_for(choice: str, num_gpus: int) -> list[EngineName]:
     return ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
 
+def _engines(options: argparse.Namespace, num_gpus: int) -> list[EngineName]:
+    """The engines to consider that have what the optimizer's flags ask for.
+
+    Raises:
+        UserError: the one that was asked for has not.
+    """
+    engines = engines_for(options.engine, num_gpus)
+    offloads = options.param_offload not in (None, "none")
+
+    def problems(engine: EngineName) -> list[Finding]:
+        family = "zero" if engine.startswith("zero") else engine
+        found = list(optimizer_findings(options.optim, family))
+        if options.optim_in_backward:
+            found += in_backward_findings(family, num_gpus, options.precision, offloads=offloads)
+        return found
+
+    able = [engine for engine in engines if not problems(engine)]
+    if not able:
+        raise UserError(problems(engines[-1]))
+    return able
+
+
 def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured, Hardware, list[tuple[str, EnginePlan]]]:
     """Measures the model and plans every engine asked for.
 
@@ -252,7 +277,7 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     num_gpus = options.num_gpus or len(machine.gpus) or 1
     host = parse_size(options.host_memory) if options.host_memory else (machine.host_memory_bytes if machine.gpus else None)
     limits = Limits(gpu_bytes, host, options.nvme)
-    engines = engines_for(options.engine, num_gpus)
+    engines = _engines(options, num_gpus)
     if wrong := list(job_findings(options.sequence_parallel_size, engines[0], num_gpus)):
         raise UserError(wrong)
     if options.block_size is None:
@@ -272,6 +297,8 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
             typed = {"optimizer_offload", "param_offload"} & pinned
             ways = [(engine, False if engine not in OFFLOADING else None)] if typed else [(engine, False)]
             ways += [(f"{engine} + offload", True)] if engine in OFFLOADING and not typed else []
+        if options.optim_in_backward:  # weights on the host keep their gradients there, all of them
+            ways = [(engine, False)]
         for name, offload in ways:
             plan = plan_engine(measured, run, hardware, given, limits, pinned=pinned, offload=offload, factors=factors)
             plans.append((name, plan))
@@ -298,6 +325,8 @@ def _model_flags(options: argparse.Namespace) -> list[str]:
         flags += [f"--target_modules {' '.join(options.target_modules)}"] if options.target_modules != ["all-linear"] else []
     if options.optim != "adamw_torch_fused":
         flags.append(f"--optim {options.optim}")
+    if options.optim_in_backward:
+        flags.append("--optim_in_backward --max_grad_norm 0")
     return flags
 
 

@@ -31,12 +31,13 @@ SHARED_FLAGS = (
     "document_isolation",
     "use_liger_kernel",
     "optim",
+    "optim_in_backward",
     "lora_r",
     "lora_dropout",
     "gpu_memory",
     "sequence_parallel_size",
 )
-_SWITCHES = ("trust_remote_code", "use_liger_kernel")
+_SWITCHES = ("trust_remote_code", "use_liger_kernel", "optim_in_backward")
 _TRUE = ("", "true", "1", "yes")
 TIMEOUT_S = 180.0
 

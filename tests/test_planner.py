@@ -87,6 +87,8 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("--model a --engine horovod", "--engine: invalid choice: 'horovod'"),
         ("--model a --engine fsdp --num_gpus 6 --shard_group_size 4", "--shard_group_size: 6 cards cannot be cut into groups of 4"),
         ("--model a --engine ddp --param_offload cpu", "--param_offload: ddp keeps whole weights on the card"),
+        ("--model a --gpu H100 --engine zero3 --optim adamw_bf16", "--optim: adamw_bf16 is not for DeepSpeed"),
+        ("--model a --gpu H100 --num_gpus 2 --engine ddp --optim_in_backward", "--optim_in_backward: is not for DDP"),
         ("--model a --lora_r 0", "--lora_r: must be at least 1, not 0"),
         ("--model a --gpu_mem 80GB", "--gpu_mem: unknown argument -> did you mean --gpu_memory?"),
         (
@@ -331,6 +333,23 @@ def test_auto_compares_engines_with_and_without_offload(no_measuring: list[dict[
     names = [line.strip().split("  ")[0] for line in lines[start + 2 : start + 11]]
     assert names == ["ddp", "zero1", "zero1 + offload", "zero2", "zero2 + offload", "zero3", "zero3 + offload", "fsdp", "fsdp + offload"]
     assert [request["weights"] for request in no_measuring] == [["autocast", "bf16"]]
+
+
+def test_savers_leave_the_engines_that_have_them(no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def plans(words: str) -> dict[str, Any]:
+        planner.main(["--model", "a", "--gpu", "H100", "--num_gpus", "8", "--block_size", "4096", "--json", *words.split()])
+        found = json.loads(capsys.readouterr().out)
+        return {"command": found["command"], **{plan["name"]: plan["given"] for plan in found["plans"]}}
+
+    half = plans("--optim adamw_bf16")
+    assert set(half) == {"command", "ddp", "fsdp", "fsdp + offload"}
+    inside = plans("--optim adamw_bf16 --optim_in_backward --per_device_train_batch_size 1")
+    assert set(inside) == {"command", "fsdp"} and "--optim adamw_bf16 --optim_in_backward --max_grad_norm 0" in inside["command"]
+    after = plans("--optim adamw_bf16 --per_device_train_batch_size 1")["fsdp"]
+    phases = [
+        {phase["name"]: phase["parts"].get("gradients", 0.0) for phase in each["estimate"]["phases"]} for each in (after, inside["fsdp"])
+    ]
+    assert phases[0]["update"] == 4 * SHAPE.num_parameters / 8 and phases[1]["update"] == 0.0
 
 
 def test_json_is_the_same_plan(no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
