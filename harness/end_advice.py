@@ -28,6 +28,8 @@ log = logging.getLogger("harness")
 
 # All ranks must have ended a minute after the last failure; measuring a model anew takes some 10 s.
 TIMEOUT_S = 40.0
+# A sample of so many tokens may be shared by several cards.
+LONG_TOKENS = 8192
 LORA_R = 16
 
 
@@ -78,6 +80,10 @@ def _changes(args: Arguments, run: RunShape) -> dict[str, tuple[RunShape, dict[s
         changes[f"{more.num_processes} GPUs instead of {run.num_processes}"] = (more, request)
     elif run.num_processes > 1:
         changes["--engine fsdp"] = (dataclasses.replace(run, engine="fsdp"), request)
+    size = 2 * run.sequence_parallel_size
+    if run.block_size >= LONG_TOKENS and run.num_processes % size == 0:
+        shared = dataclasses.replace(run, sequence_parallel_size=size, samples_per_step=2 * run.samples_per_step)
+        changes[f"--sequence_parallel_size {size}"] = (shared, probe_request(args, shared))
     if run.block_size >= 256:
         half = dataclasses.replace(run, block_size=run.block_size // 2)
         changes[f"--block_size {half.block_size}"] = (half, probe_request(args, half))

@@ -17,10 +17,9 @@ from harness.loss import install_loss
 from harness.source_losses import SourceLosses
 
 
-
-def adding(add: Callable[[list[float]], list[float]]) -> Any:
-    """A coordinator that adds up the ranks' values like this."""
-    return types.SimpleNamespace(sum=lambda values, what: add(values), sequence_parallel_size=1)
+def adding(add: Callable[[list[float]], list[float]], size: int = 1) -> Any:
+    """A coordinator that adds up the ranks' values like this; so many ranks share a sample."""
+    return types.SimpleNamespace(sum=lambda values, what: add(values), sequence_parallel_size=size)
 
 
 ALONE = adding(lambda values: values)
@@ -137,3 +136,16 @@ def test_nothing_is_read_before_a_row_of_the_log_is_due() -> None:
         sources.begin()(micro, torch.ones(12))
         sources.commit()
     assert reads.names and not [name for name in reads.names if "_local_scalar_dense" in name or "nonzero" in name or "copy" in name]
+
+
+def test_ranks_that_share_samples_count_them_once() -> None:
+    """Each has the losses of its slice, and the labels of whole rows."""
+    (micro,) = batch_of([(0, [5, 6, 7, 8]), (1, [5, 6, 7])]).micro_batches(2)  # 2 labels and 1
+    ranks = [SourceLosses(["code", "chat"]) for _ in range(2)]
+    for sources, losses in zip(ranks, ([3.0, 0.5], [1.0, 2.0]), strict=True):
+        sources.begin()(micro, torch.tensor(losses))
+        sources.commit()
+    told: list[list[float]] = []
+    ranks[1].read(adding(lambda values: (told.append(values), values)[1], 2))  # type: ignore[func-returns-value]
+    together = adding(lambda values: np.sum([values, *told], axis=0).tolist(), 2)
+    assert ranks[0].read(together) == {"code": 4.0 / 2, "chat": 2.5 / 1}

@@ -89,13 +89,13 @@ def test_fsdp_has_the_losses_of_one_process_and_goes_on_from_its_checkpoint(serv
     assert [row["loss"] for row in rows[STEPS:]] == pytest.approx(job["result"].losses[3:STEPS], rel=1e-5)
 
 
-PLACES = "forward:1:1 backward:0:6 recompute:all:9 exchange-buffer:1:60 exchange-buffer:0:130"
+PLACES = "forward:1:1 backward:0:6 recompute:all:9 exchange-buffer:1:60 exchange-buffer:0:130 evaluation:1:5"
 
 
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("ddp", ()),
+        pytest.param("ddp", (), marks=pytest.mark.slow),
         ("fsdp", ("--fsdp", "full_shard")),
         pytest.param("zero3", ("--deepspeed", str(DS / "zero3.json")), marks=pytest.mark.slow),
     ],
@@ -105,7 +105,7 @@ def test_nobody_is_left_in_an_exchange(name: str, more: tuple[str, ...], server:
     result = run(server, job["folder"], f"{name}-oom", 2, 8, *SHARED, *more, injected=PLACES)
     check(result, job)
     down = [(row["phase"], row["way"]) for row in result.metrics() if row["kind"] == "event" and row["event"] == "oom"]
-    assert down == [("step", "redo")] * 5, result.stdout
+    assert down == [*[("step", "redo")] * 5, ("evaluate", "redo")], result.stdout
     assert result.stdout.count("[test] rank 1 out of memory in exchange-buffer") == 1
 
 
