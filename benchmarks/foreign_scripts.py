@@ -55,7 +55,6 @@ def ending(run: cells.Run) -> dict[str, Any]:
         "exit_code": run.code,
         "still_running_at_limit": run.code is None,
         "seconds": round(run.seconds, 1),
-        "steps_done": len(run.losses),
         "said": next((line.strip()[:200] for line in lines if "out of memory" in line), ""),
     }
 
