@@ -13,6 +13,7 @@ from torch import nn
 
 from harness.args import TrainArguments
 from harness.bf16_adam import AdamWBf16
+from harness.eight_bit_adam import after_load
 from harness.findings import user_error
 from harness.ladder import MemorySettings
 
@@ -84,7 +85,9 @@ def build_optimizer(groups: list[dict[str, Any]], train: TrainArguments, setting
     if train.optim == "adamw_8bit":
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(groups, **adam)
+        eight_bit: torch.optim.Optimizer = AdamW8bit(groups, **adam)
+        eight_bit.register_load_state_dict_post_hook(after_load)
+        return eight_bit
     if train.optim == "sgd":
         return torch.optim.SGD(groups, lr=train.learning_rate)
     from transformers.optimization import Adafactor

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from harness.coordination import Coordinator
+from harness.eight_bit_adam import as_float32, is_eight_bit
 from harness.engines.base import load_schedule
 from harness.float8 import plain
 from harness.host_copies import HostCopies
@@ -45,8 +47,9 @@ class HasState(Protocol):
 
 
 def _extra(engine: HasState) -> dict[str, Any]:
-    """The plain values; JSON."""
-    return {"scheduler": engine.scheduler.state_dict(), "scaler": engine.scaler.state_dict(), "skipped": float(engine.skipped.item())}
+    """The plain values; JSON. Rates of a schedule are tensors where the optimizer's are."""
+    schedule = tree_map(lambda value: float(value) if isinstance(value, Tensor) else value, engine.scheduler.state_dict())
+    return {"scheduler": schedule, "scaler": engine.scaler.state_dict(), "skipped": float(engine.skipped.item())}
 
 
 def _take_extra(engine: HasState, extra: dict[str, Any]) -> None:
@@ -115,12 +118,21 @@ def own_share(state: dict[str, Any], process_index: int, num_processes: int) -> 
     return {part: {name: value for name, value in values.items() if (part, name) not in others} for part, values in state.items()}
 
 
+def _in_files(name: str, value: Any) -> Any:
+    """Of an optimizer's state, what every optimizer could read: torchao's has codes, and learning rates that are tensors."""
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if isinstance(local, Tensor) and is_eight_bit(local):
+        values = as_float32(local)
+        return DTensor(values, value._spec, requires_grad=False) if isinstance(value, DTensor) else values  # type: ignore[call-arg]
+    return float(value) if name.endswith((".lr", ".initial_lr")) and isinstance(value, Tensor) else value
+
+
 def _state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     # What never changes (the base under adapters) comes from the model's own files again.
     options = StateDictOptions(flatten_optimizer_state_dict=True, ignore_frozen_params=True)
     return {
         "model": {name: unwrapped(value) for name, value in get_model_state_dict(module, options=options).items()},
-        "optimizer": get_optimizer_state_dict(module, optimizer, options=options),
+        "optimizer": {name: _in_files(name, value) for name, value in get_optimizer_state_dict(module, optimizer, options=options).items()},
     }
 
 
