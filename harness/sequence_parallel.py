@@ -87,6 +87,9 @@ def _with_whole_rows(
     repeats = math.lcm(states[1].shape[1], size) // states[1].shape[1]
     query, key, value = states[0], *(each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in states[1:])
     width = max(each.shape[-1] for each in states)
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # attention would compute in it anyway; in float32, norms' outputs would be sent
+        query, key, value = (each.to(torch.get_autocast_dtype(device)) for each in (query, key, value))
     parts = [F.pad(each, (0, width - each.shape[-1])).unflatten(1, (size, -1)) for each in (query, key, value)]
     heads = [each.shape[2] for each in parts]
     received = exchange(torch.cat(parts, 2).transpose(0, 1).contiguous(), shared.name)  # (N, batch, heads of all three, tokens, width)
@@ -95,9 +98,8 @@ def _with_whole_rows(
     for extra in ("position_bias", "s_aux"):  # biases of pairs of tokens, sinks of heads
         if kwargs.get(extra) is not None:
             raise user_error(KEY, f"{type(module).__name__} has a {extra} in its attention, which cannot be shared", "leave it out")
-    positions = kwargs.pop("position_ids", None)
-    if positions is not None and "flash" in name and _rows is not None:
-        kwargs["position_ids"] = _rows[1]
+    if kwargs.pop("position_ids", None) is not None and "flash" in name:  # finds documents by them, also when computed again in backward
+        kwargs["position_ids"] = shared.positions
     output = inner(module, query, key, value, mask, **kwargs)[0]  # (batch, all tokens, own heads, width)
     back = exchange(output.unflatten(1, (size, tokens)).transpose(0, 1).contiguous(), shared.name)  # (N, batch, tokens, heads, width)
     return back.permute(1, 2, 0, 3, 4).flatten(2, 3), None
@@ -168,6 +170,7 @@ class SequenceParallel:
         group: of the exchanges; None where there are only fake tensors, which nobody sends.
         check: called before every exchange; raises where another process ran out of memory.
         is_active: False while every process has whole rows.
+        positions: of the whole rows of the last forward; None before the first.
     """
 
     def __init__(self, size: int, rank: int = 0, group: dist.ProcessGroup | None = None) -> None:
@@ -175,6 +178,7 @@ class SequenceParallel:
         self.name = "nobody" if group is None else str(group.group_name)
         self.check: Callable[[], None] = lambda: None
         self.is_active = True
+        self.positions: Tensor | None = None
         self.groups: list[tuple[Any, int, int]] = []
         _groups[self.name] = self
 
@@ -234,7 +238,8 @@ class SequenceParallel:
         inputs = dict(inputs)
         if inputs.get("position_ids") is None:
             inputs["position_ids"] = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
-        before, _rows = _rows, (self.size, inputs["position_ids"])
+        self.positions = inputs["position_ids"]
+        before, _rows = _rows, (self.size, self.positions)
         try:
             yield {name: self._own(value) for name, value in inputs.items()}, self._own(targets)
         finally:
