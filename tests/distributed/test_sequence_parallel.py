@@ -173,7 +173,9 @@ def shared_model(coordinator: Any, kind: str, values: dict[str, Any], attention:
     from harness.sequence_parallel import SequenceParallel
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | values)), attn_implementation=attention)
+    config = AutoConfig.for_model(kind, **(SIZES | values))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.removeprefix("flash "))
+    model.config._attn_implementation = attention
     for parameter in model.parameters():  # as drawn, attention would hardly matter
         parameter.data.normal_(0.0, 0.3)
     isolate_packed_documents()
@@ -230,7 +232,7 @@ def refuse_what_is_more_than_attention(coordinator: Any, output: str) -> None:
     def loss(micro: Any) -> Any:
         return micro_batch_loss(model, micro, torch.device("cpu"))
 
-    found = {"as it is": check_losses(shared, loss, coordinator, 64, isolate=True, tolerance=1e-3)}
+    found: dict[str, Any] = {"as it is": check_losses(shared, loss, coordinator, 64, isolate=True, tolerance=1e-3)}
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output + output.cumsum(1))
     try:
         check_losses(shared, loss, coordinator, 64, isolate=True, tolerance=1e-3)
@@ -238,6 +240,34 @@ def refuse_what_is_more_than_attention(coordinator: Any, output: str) -> None:
         found["with a sum over tokens"] = error.findings[0].line()
     if coordinator.is_main_process:
         Path(output).write_text(json.dumps(found))
+
+
+def look_at_positions(coordinator: Any, output: str) -> None:
+    """What an attention function that finds documents by their positions gets, in forward and computed again in backward."""
+    import torch
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    from harness.blocks import set_activation_checkpointing
+    from harness.engines.base import micro_batch_loss
+    from harness.sequence_parallel import _small_batch
+
+    seen: list[list[list[int]]] = []
+
+    def attention(module: Any, *states: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["position_ids"].tolist())
+        return sdpa_attention_forward(module, *states, **kwargs)
+
+    AttentionInterface.register("flash sdpa", attention)  # no kernel of that name is looked for
+    AttentionMaskInterface.register("flash sdpa", sdpa_mask)
+    model, _ = shared_model(coordinator, "llama", {"num_key_value_heads": 2}, "flash sdpa")
+    set_activation_checkpointing(model, "full")
+    model.train()
+    micro = _small_batch(2, 64, True)
+    micro_batch_loss(model, micro, torch.device("cpu")).backward()
+    if coordinator.is_main_process:
+        Path(output).write_text(json.dumps([each == micro.position_ids.tolist() for each in seen]))
 
 
 def call(server: ForkServer, tmp_path: Path, name: str, *arguments: Any) -> Any:
@@ -259,3 +289,7 @@ def test_a_model_whose_tokens_meet_elsewhere_is_refused_by_its_loss(server: Fork
     found = call(server, tmp_path, "refuse_what_is_more_than_attention")
     assert found["as it is"] < 1e-4
     assert found["with a sum over tokens"].startswith("error   --sequence_parallel_size: shared samples have another loss than whole ones")
+
+
+def test_positions_are_of_whole_rows_also_in_a_recompute(server: ForkServer, tmp_path: Path) -> None:
+    assert call(server, tmp_path, "look_at_positions") == [True] * 4  # two layers, twice
