@@ -31,7 +31,7 @@ def run(command: Sequence[str], log: Path, timeout_s: float, **environment: str)
     However it ends, this process included by SystemExit, nothing of it goes on: ranks have sessions of their own, so they carry a mark.
     """
     mark = uuid.uuid4().hex
-    environ = {**os.environ, "OMP_NUM_THREADS": "4", **environment, _MARK: mark}
+    environ = {**os.environ, **environment, _MARK: mark}
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ, cwd=ROOT, start_new_session=True)
         try:

@@ -1,4 +1,4 @@
-"""Limits of host memory that containers and schedulers set, and the kills that followed, for cgroup v2 and v1. Standard library only.
+"""Limits of host memory and cores that containers and schedulers set, and the kernel's kills, for cgroup v2 and v1. Standard library only.
 
 Docker and Kubernetes show a container its own group as the root of the tree; Slurm and systemd leave a job in a folder below it. So the
 group of this process and every one above it counts.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +65,17 @@ def num_kernel_kills(root: Path = ROOT, own: Path = OWN) -> int:
                 if "oom_kill" in counts:
                     return int(counts["oom_kill"])
     return 0
+
+
+def usable_cores(root: Path = ROOT) -> int:
+    """Cores this process may use: its CPU affinity, and the quota of its container (cgroup v2, then v1)."""
+    cores = len(os.sched_getaffinity(0))
+    for quota_file, period_file in ((root / "cpu.max", None), (root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us")):
+        try:
+            fields = quota_file.read_text().split() + (period_file.read_text().split() if period_file else [])
+        except OSError:
+            continue
+        if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
+            cores = min(cores, max(1, math.ceil(int(fields[0]) / int(fields[1]))))
+            break
+    return cores

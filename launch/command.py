@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib import util
 from pathlib import Path
 
+from harness import cgroups
 from harness.check_launch import read_hostfile
 from harness.findings import UserError
 from launch import machine
@@ -401,7 +402,7 @@ class _Builder:
     def _environment(self, num_processes: int) -> None:
         """Settings that are right for every run, each only where the user has not set it."""
         defaults = {
-            "OMP_NUM_THREADS": str(max(1, machine.usable_cores() // num_processes)),
+            "OMP_NUM_THREADS": str(max(1, cgroups.usable_cores() // num_processes)),
             "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the forks of data loading
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # a hung or failed collective ends the rank: what torchrun sets
         }

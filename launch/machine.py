@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import re
 import shutil
 import socket
@@ -56,20 +54,6 @@ def device_indices(devices: list[str], physical: list[str]) -> list[int] | None:
             return None
         indices += matches
     return indices
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: its CPU affinity, and the quota of its container (cgroup v2, then v1)."""
-    cores = len(os.sched_getaffinity(0))
-    for quota_file, period_file in ((cgroup / "cpu.max", None), (cgroup / "cpu/cpu.cfs_quota_us", cgroup / "cpu/cpu.cfs_period_us")):
-        try:
-            fields = quota_file.read_text().split() + (period_file.read_text().split() if period_file else [])
-        except OSError:
-            continue
-        if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
-            cores = min(cores, max(1, math.ceil(int(fields[0]) / int(fields[1]))))
-            break
-    return cores
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import processes
+from harness import cgroups, processes
 from launch import machine, run
 from launch.command import LaunchError, Options, Plan, choose_engine, make_plan, output_dir_of, shell_line, yaml_scalars
 from tests.launching import ROOT, Kind, launched, run_launcher
@@ -360,7 +360,7 @@ def test_several_machines_need_one_known_port(script: Path) -> None:
 
 
 def test_environment_defaults_give_way_to_the_users(script: Path) -> None:
-    cores = machine.usable_cores()
+    cores = cgroups.usable_cores()
     plan = plan_of("--engine ddp --nproc 1", [], script)
     assert plan.environ == {
         "OMP_NUM_THREADS": str(cores),
@@ -396,7 +396,7 @@ def test_cards_without_a_number() -> None:
 def test_cores_of_a_container(tmp_path: Path, text: str, cores: int | None) -> None:
     (tmp_path / "cpu.max").write_text(text)
     mine = len(os.sched_getaffinity(0))
-    assert machine.usable_cores(tmp_path) == min(mine, cores or mine)
+    assert cgroups.usable_cores(tmp_path) == min(mine, cores or mine)
 
 
 def test_yaml_scalars(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from harness.findings import user_error
 from harness.float8 import check_float8, convert_to_float8, gathers_float8, renew_scales
 from harness.four_bit import mark_packed
 from harness.fsdp_templates import FsdpTemplate
+from harness.host_threads import take_cores
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, layer_units, num_parameters
@@ -112,6 +113,8 @@ class FsdpEngine:
         os.environ.pop("FSDP_CPU_RAM_EFFICIENT_LOADING", None)
         self.mesh = build_mesh(template, self.coordinator.num_processes, self.coordinator.num_local_processes, self.device.type)
         self.offload = build.settings.param_offload != "none"
+        if self.offload:
+            take_cores(self.coordinator.num_local_processes)
         self.options = self._options(build.precision)
         self.fp8 = "no" if build.args.model.no_custom_kernels else build.args.model.fp8
         self.gathers_float8 = False

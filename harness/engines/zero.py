@@ -26,6 +26,7 @@ from harness.blocks import Blocks, compile_backend
 from harness.build_locks import LockedBuildError, clear_abandoned_locks, is_compiled, limit_waits
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
+from harness.host_threads import ask_cpu_once, take_cores
 from harness.ladder import MemorySettings
 from harness.loss import install_loss
 from harness.modeling import fill, layer_units, num_parameters
@@ -142,6 +143,9 @@ class ZeroEngine:
         self.name = f"zero{self.stage}"
         train = build.args.train
         announce_compilations()
+        if ds_config["zero_optimization"].get("offload_optimizer", {}).get("device", "none") != "none":
+            take_cores(self.coordinator.num_local_processes)
+            ask_cpu_once()
         if not deepspeed.comm.is_initialized():
             for lock in clear_abandoned_locks():  # DeepSpeed compiles operators from here on
                 log.warning("removed %s: what compiled there was killed, and every run would have waited for it", lock)
