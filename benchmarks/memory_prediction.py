@@ -158,6 +158,13 @@ def rows() -> list[Row]:
         Row("zero3-1b-offload", "1b", "zero3", 4, full, template="zero3_offload"),
         Row("zero2-1b-offload", "1b", "zero2", 4, full, template="zero2_offload"),
         Row("zero3-8b-lora", "8b", "zero3", 2, full, lora_r=16, template="zero3"),
+        # No constant comes from these.
+        Row("fsdp-moe-long", "moe", "fsdp", 1, selective, block=8192, accumulation=2, template="full_shard"),
+        Row("fsdp-3b-lora", "3b", "fsdp", 4, selective, lora_r=16, template="full_shard"),
+        Row("fsdp-qwen-offload", "qwen", "fsdp", 2, full, template="full_shard_offload"),
+        Row("zero2-moe", "moe", "zero2", 2, selective, template="zero2"),
+        Row("zero3-moe", "moe", "zero3", 4, template="zero3"),
+        Row("zero3-3b-offload", "3b", "zero3", 2, full, template="zero3_offload"),
     ]
 
 

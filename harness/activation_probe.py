@@ -321,7 +321,9 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
     from harness.modeling import documents
 
     with FakeTensorMode():
-        tensors = replace_by_fake(model, _base_dtype(weights, frozen=bool(request.lora)), torch.float32)
+        # Engines that cast whatever they gather cast adapters too; autocast finds them in float32.
+        adapters = torch.bfloat16 if weights == "bf16" else torch.float32
+        tensors = replace_by_fake(model, _base_dtype(weights, frozen=bool(request.lora)), adapters)
         meter = LiveBytes(num_experts=_num_experts(model))
         for tensor in tensors:
             meter.ignore(tensor)

@@ -34,7 +34,7 @@ WORKSPACE_BYTES = 48 * 2**20
 RESERVED_FACTOR = (1.0, 1.03, 1.08)
 CONTEXT_BYTES = (int(0.5 * GIB), int(1.25 * GIB), int(1.5 * GIB))
 NCCL_BYTES = (int(0.2 * GIB), int(0.3 * GIB), int(1.2 * GIB))
-DEEPSPEED_BYTES = (int(0.1 * GIB), int(0.2 * GIB), int(0.4 * GIB))
+DEEPSPEED_BYTES = (int(0.1 * GIB), int(0.2 * GIB), int(0.8 * GIB))
 # Of the memory that activations leave behind, the part in which the first update of DeepSpeed's stage 3 finds room for its copies.
 _REUSED_SHARE = 0.4
 

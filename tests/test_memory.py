@@ -234,6 +234,20 @@ def test_lora_keeps_fewer_activations_and_trains_only_adapters(tmp_path: Path) -
     assert kept[1] == 2 * 256 * 256  # the input of the layer and nothing else
 
 
+def test_adapters_compute_in_the_dtype_that_the_engine_casts_to(tmp_path: Path) -> None:
+    """What selective checkpointing keeps of them is half in 16 bits; only attention has something in float32 always."""
+    from harness import activation_probe
+
+    request = request_for(write_config(tmp_path, TINY), lora={"r": 4, "target_modules": "all-linear"})
+    model = activation_probe.build(request)
+    layers, kinds = activation_probe.cut(model, activation_probe.describe(model)["kind_of_layer"])
+    kept = {
+        weights: activation_probe.measure_layers(model, layers, kinds, request, weights, "selective")["layers"][0]["forward_kept"][1]
+        for weights in ("bf16", "fp32")
+    }
+    assert kept["bf16"] < 0.55 * kept["fp32"]
+
+
 # ------------------------------------------------------------------------------------------------------------------------ the loss
 
 
