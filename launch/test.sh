@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must be right before a change lands: lint, format, types, import layers, tests. launch/test.sh [arguments of pytest]
+# With COVERAGE=1 also the lines of harness/ that ran, in any process.
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 install_all test || exit
@@ -19,7 +20,16 @@ run "$bin/ruff" format --check .
 run "$bin/mypy"
 run "$bin/lint-imports"
 run "$python" launch/audit.py
-run "$python" -m pytest -n 2 --dist loadscope "$@"
+measure=()
+if [ -n "${COVERAGE:-}" ]; then
+    # Ranks have working folders of their own.
+    export COVERAGE_FILE="$root/.coverage" COVERAGE_RCFILE="$root/setup.cfg"
+    measure=(-m coverage run)
+fi
+run "$python" "${measure[@]}" -m pytest -n 2 --dist loadscope "$@"
+if [ -n "${COVERAGE:-}" ]; then
+    "$python" -m coverage combine --quiet && "$python" -m coverage report --skip-covered --sort=cover
+fi
 if [ "${#failed[@]}" -ne 0 ]; then
     printf 'FAILED: %s\n' "${failed[@]}" >&2
     exit 1

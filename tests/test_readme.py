@@ -72,7 +72,7 @@ def called_program(words: list[str]) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clone with the files that the commands name, in which README's Python example was run."""
     path = tmp_path_factory.mktemp("clone")
-    for name in ("harness", "launch", "ds_configs", "fsdp_configs", "docker", "examples"):
+    for name in ("harness", "launch", "ds_configs", "fsdp_configs", "docker", "examples", "benchmarks"):
         (path / name).symlink_to(ROOT / name)
     lines = [json.dumps({"text": f"line {number} of a small corpus, long enough for a sample or two"}) for number in range(100)]
     (path / "corpus.jsonl").write_text("\n".join(lines) + "\n")
