@@ -499,6 +499,8 @@ def measure_losses(shape: dict[str, Any], weights: str, block_size: int, chunks:
     return results
 
 
+# What takes long is begun first, so that the workers end together.
+_LONGEST_FIRST = ("selective", "none", "full", "loss")
 # What the forked workers find in their memory: (model, layers, their kinds, shape, request). A fake model cannot be sent to them.
 _measured_model: tuple[Any, list[Any], list[int], dict[str, Any], ProbeRequest] | None = None
 
@@ -533,7 +535,8 @@ def probe(request: ProbeRequest) -> dict[str, Any]:
     if not jobs:
         return answer
     with concurrent.futures.ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-        for (weights, what), future in [(job, pool.submit(_measure, job)) for job in jobs]:
+        futures = {job: pool.submit(_measure, job) for job in sorted(jobs, key=lambda job: _LONGEST_FIRST.index(job[1]))}
+        for (weights, what), future in [(job, futures[job]) for job in jobs]:
             try:
                 values = future.result()
                 answer["losses" if what == "loss" else "layers"] += values if what == "loss" else [values]
@@ -553,6 +556,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a plan reads what is here; it waits for no network
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     request = ProbeRequest(**json.loads(argv[0]))
+    if request.lora is None and not request.trust_remote_code:  # peft needs it, and a model's own code may
+        sys.modules.setdefault("accelerate", None)  # type: ignore[arg-type]
     real_stdout = os.dup(1)
     os.dup2(2, 1)  # whatever libraries print must not get into the JSON
     try:
