@@ -52,6 +52,17 @@ def losses(engine: Any, steps: int = 8) -> list[float]:
     return found
 
 
+def step_without_waiting(engine: Any) -> None:
+    """One step in which it is an error that the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.forward_backward(batch(1), 1020)
+        engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize(("engine", "flags"), [("ddp", []), ("fsdp", ["--fsdp", "full_shard"])])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_a_step_never_waits(alone: Any, engine: str, flags: list[str], checkpointing: str) -> None:
@@ -59,13 +70,7 @@ def test_a_step_never_waits(alone: Any, engine: str, flags: list[str], checkpoin
     for _ in range(3):
         made.forward_backward(batch(), 1020)
         made.step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        made.forward_backward(batch(1), 1020)
-        made.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    step_without_waiting(made)
 
 
 def gradients(alone: Any, mode: str, *flags: str, kernels: bool = False) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.test_fast_paths import alone, batch, build, losses  # noqa: F401
+from tests.gpu.test_fast_paths import alone, batch, build, losses, step_without_waiting  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 FSDP = ["--fsdp", "full_shard"]
@@ -57,12 +57,7 @@ def test_updates_in_backward_make_the_same_weights_with_less_memory(alone: Any, 
     gradients = 4 * sum(parameter.numel() for parameter in after.module.parameters())
     assert peaks[0][0] >= gradients > 4 * peaks[1][0], (peaks, gradients)
     assert peaks[1][1] < peaks[0][1], (peaks, gradients)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        inside.forward_backward(batch(1), 1020)
-        inside.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    step_without_waiting(inside)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -76,10 +71,4 @@ def test_weights_gathered_in_float8_train_like_those_cast_after(alone: Any, comp
     assert losses(before) == pytest.approx(losses(after), rel=2e-2)
     assert before.blocks.is_compiled is compiled
     assert {type(value) for value in before.snapshot_state()["model"].values()} == {torch.Tensor}
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        before.forward_backward(batch(1), 1020)
-        before.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    step_without_waiting(before)
