@@ -114,8 +114,13 @@ def build(request: ProbeRequest) -> Any:
     if request.lora:
         from peft import LoraConfig, get_peft_model
 
-        with torch.device("meta"):
-            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **request.lora), low_cpu_mem_usage=True).base_model.model
+        linear = {name.rpartition(".")[2]: None for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        try:
+            with torch.device("meta"):
+                model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **request.lora), low_cpu_mem_usage=True).base_model.model
+        except ValueError:  # peft found nothing to adapt, or not all of what was named
+            message = f"{request.lora.get('target_modules')} cannot all get adapters in {type(model).__name__}"
+            raise user_error("--target_modules", message, f"choose from {', '.join(linear)}, or all-linear") from None
     if request.sequence_parallel_size > 1:
         from harness.sequence_parallel import SequenceParallel
 

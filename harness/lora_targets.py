@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -163,13 +163,7 @@ def build_config(lora: LoraArguments, model: nn.Module, base_name: str | None = 
         for key in pattern
         if not any(pattern_matches(key, name) for name in targets.modules)
     ]
-    everything = [name for name, _ in model.named_modules()]
-    for name in lora.modules_to_save:
-        if not any(_matches(full, name) for full in everything):
-            known = ", ".join(
-                dict.fromkeys([*_suffixes(linear_modules(model)), *(_suffixes([head]) if (head := _head_name(model)) else [])])
-            )
-            problems.append(Finding("error", "--modules_to_save", f"{name} is not in {type(model).__name__}", f"choose from {known}"))
+    problems += _saved_problems([name for name in lora.modules_to_save if name], targets, model)
     if problems:
         raise UserError(problems)
     config = LoraConfig(
@@ -179,7 +173,7 @@ def build_config(lora: LoraArguments, model: nn.Module, base_name: str | None = 
         target_modules=list(targets.names),
         layers_to_transform=targets.layers,
         layers_pattern=targets.layers_pattern,
-        modules_to_save=list(lora.modules_to_save) or None,
+        modules_to_save=[name for name in lora.modules_to_save if name] or None,
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,
         rank_pattern=rank_pattern,
@@ -188,6 +182,22 @@ def build_config(lora: LoraArguments, model: nn.Module, base_name: str | None = 
         base_model_name_or_path=base_name,
     )
     return config, targets
+
+
+def _saved_problems(names: Sequence[str], targets: Targets, model: nn.Module) -> Iterator[Finding]:
+    """What `--modules_to_save` names and cannot be trained whole: no module, a container, or one with adapters in or around it."""
+    modules = dict(model.named_modules())
+    for name in names:
+        found = [full for full in modules if _matches(full, name)]
+        if not found:
+            known = [*_suffixes(linear_modules(model)), *(_suffixes([head]) if (head := _head_name(model)) else [])]
+            message = f"{name} is not in {type(model).__name__}"
+            yield Finding("error", "--modules_to_save", message, f"choose from {', '.join(dict.fromkeys(known))}")
+        elif any(isinstance(modules[full], (nn.ModuleList, nn.ModuleDict)) for full in found):
+            yield Finding("error", "--modules_to_save", f"{name} is a list of modules and computes nothing itself", "name what is in it")
+        elif inside := [target for target in targets.modules if any(f"{target}.".startswith(f"{full}.") for full in found)]:
+            message = f"{name} is to be trained whole, and {inside[0]} gets an adapter"
+            yield Finding("error", "--modules_to_save", message, f"leave {name} out, or name other --target_modules")
 
 
 def pattern_matches(key: str, name: str) -> bool:

@@ -44,7 +44,8 @@ def model_findings(size: int, value_of: Callable[[str], Any]) -> Iterator[Findin
     heads = value_of("num_attention_heads") or value_of("n_head")
     if isinstance(heads, int) and heads % size:
         fits = [count for count in range(2, heads + 1) if heads % count == 0]
-        yield Finding("error", KEY, f"{size} does not divide the model's {heads} attention heads", f"one of {', '.join(map(str, fits))}")
+        fix = f"one of {', '.join(map(str, fits))}" if fits else "leave it out"
+        yield Finding("error", KEY, f"{size} does not divide the model's {heads} attention heads", fix)
     others = sorted({str(kind) for kind in value_of("layer_types") or ()} - _ATTENTION_LAYERS)
     if others:
         message = f"the model has layers of the kind {', '.join(others)}, in which tokens meet outside of attention"

@@ -143,6 +143,25 @@ def test_patterns_and_modules_to_save_must_match_something() -> None:
     assert [finding.key for finding in error.value.findings] == ["--rank_pattern", "--modules_to_save"]
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["layers"], "layers is a list of modules"),
+        (["q_proj"], r"q_proj is to be trained whole, and .*q_proj gets an adapter"),
+        (["self_attn"], r"self_attn is to be trained whole, and .*q_proj gets an adapter"),
+    ],
+)
+def test_what_cannot_be_trained_whole_is_named(names: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        attach_lora(llama(), arguments(target_modules=["q_proj"], modules_to_save=names))
+    assert [finding.key for finding in error.value.findings] == ["--modules_to_save"]
+
+
+def test_an_empty_name_is_none() -> None:
+    attached = attach_lora(llama(), arguments(target_modules=["q_proj"], modules_to_save=[""]))
+    assert attached.modules == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+
+
 # ---- attaching
 
 

@@ -234,6 +234,14 @@ def test_lora_keeps_fewer_activations_and_trains_only_adapters(tmp_path: Path) -
     assert kept[1] == 2 * 256 * 256  # the input of the layer and nothing else
 
 
+def test_adapters_that_match_nothing_are_said_so(tmp_path: Path) -> None:
+    from harness import activation_probe
+
+    with pytest.raises(UserError, match=r"\['q_prj'\] cannot all get adapters") as error:
+        activation_probe.build(request_for(write_config(tmp_path, TINY), lora={"r": 4, "target_modules": ["q_prj"]}))
+    assert error.value.findings[0].key == "--target_modules" and "q_proj" in error.value.findings[0].fix
+
+
 def test_adapters_compute_in_the_dtype_that_the_engine_casts_to(tmp_path: Path) -> None:
     """What selective checkpointing keeps of them is half in 16 bits; only attention has something in float32 always."""
     from harness import activation_probe
