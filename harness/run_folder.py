@@ -59,6 +59,8 @@ FREE_ARGUMENTS = frozenset(
         "fsdp",
         "activation_checkpointing",
         "gradient_checkpointing",
+        "activation_offload",
+        "sequence_parallel_size",
         "loss_chunk_size",
         "preprocessing_num_workers",
         "overwrite_cache",
@@ -168,7 +170,7 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
             raise user_error(
                 "--output_dir",
                 f"{folder} holds another run ({shown})",
-                "choose another folder, or --overwrite_output_dir to move that run aside and start anew",
+                "choose another folder, --force_resume to go on with what is changed, or --overwrite_output_dir to move that run aside",
             )
         return []
     foreign = [path.name for path in folder.iterdir() if path.name not in (".lock", "exit.json", "train.log")]

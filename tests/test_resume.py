@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness import run_folder
 from harness.args import TrainArguments
 from harness.engines import dcp
 from harness.engines.base import load_schedule, place_schedule
@@ -308,3 +310,17 @@ def test_early_stopping_needs_evaluations_and_sense() -> None:
     with pytest.raises(UserError, match="has no effect alone"):
         parse_args([*base, "--early_stopping_threshold", "0.1"])
     assert parse_args([*base, "--early_stopping_patience", "3", "--eval_strategy", "steps"]).train.early_stopping_patience == 3
+
+
+def test_a_folder_takes_the_same_run_cut_otherwise(tmp_path: Path) -> None:
+    """What changes nothing of what is computed may change; other changes are named, with all ways to go on."""
+
+    def start(*more: str) -> list[Any]:
+        return run_folder.prepare(tmp_path, parse_args(["--model_type", "llama", "--output_dir", str(tmp_path), *more]))
+
+    tmp_path.joinpath("config.json").write_text(json.dumps(parse_args(["--model_type", "llama", "--output_dir", "x"]).to_dict()))
+    assert start("--sequence_parallel_size", "2", "--activation_checkpointing", "full") == []
+    with pytest.raises(UserError, match=r"holds another run \(learning_rate 5e-05 -> 0.1\)") as error:
+        start("--learning_rate", "0.1")
+    assert "--force_resume" in error.value.findings[0].fix and "--overwrite_output_dir" in error.value.findings[0].fix
+    assert "learning_rate" in start("--learning_rate", "0.1", "--force_resume")[0].message
