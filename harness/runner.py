@@ -243,6 +243,8 @@ class Runner:
         code = attempt.ended.code
         ended_by_itself = FINISHED if code == 0 else FAILED
         result = ended_by_itself if attempt.ended.stopped_by is None else STOPPED
+        if attempt.ended.stopped_by is not None and code == 1:  # launchers call every end 1; a batch script must see that it was asked for
+            code = 128 + attempt.ended.stopped_by
         if result == FAILED:
             if not attempt.has_hook:
                 say("no process of the command told whether it ran out of memory (python -I or -E, or TORCH_DEVICE_BACKEND_AUTOLOAD=0?)")

@@ -143,8 +143,11 @@ if a.micro_batch_size > 4:
     assert parent_of(int((tmp_path / "stuck").read_text())) is None
 
 
-def test_an_interrupt_goes_to_the_command_and_ends_all(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
+@pytest.mark.parametrize("takes_signals", [False, True])
+def test_an_interrupt_goes_to_the_command_and_ends_all(tmp_path: Path, takes_signals: bool) -> None:
+    """The exit code says so, too where the command has one of its own for all that is not success, as launchers do."""
+    handler = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n" if takes_signals else ""
+    (tmp_path / "train.py").write_text(f"{handler}import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
     command = [sys.executable, "-m", "harness.runner", "--no_plan", "--run_dir", "record", "--", sys.executable, "train.py"]
     process = subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
     while not (tmp_path / "started").exists():
