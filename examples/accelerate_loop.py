@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def main() -> None:
             break
     # gloo's threads must be done with the last collective's tensors: torch waits for them while it holds Python's lock, which they need.
     accelerator.wait_for_everyone()
+    time.sleep(0.1)
     accelerator.end_training()
 
 

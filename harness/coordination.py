@@ -77,6 +77,9 @@ def setup_logging(output_dir: Path | None = None, *, debug: bool = False) -> Non
 
 # What gloo and NCCL say when a collective fails because another process does not take part.
 _SIGNS_OF_A_LOST_PEER = ("Timed out", "timed out", "Timeout", "Connection closed", "Connection reset", "Broken pipe", "NCCL")
+# gloo's threads let go of the last collective's tensors a moment after its end, and need Python's lock for it; torch holds that while it
+# waits for them. Seen once in some hundred ends of processes.
+_RELEASE_S = 0.05
 SILENCE_S = 2.0
 
 
@@ -224,6 +227,7 @@ class Coordinator:
             return
         try:
             self.wait_for_everyone("end")
+            time.sleep(_RELEASE_S)
         finally:
             dist.destroy_process_group()
 

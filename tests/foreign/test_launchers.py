@@ -42,7 +42,9 @@ def clean_run(server: ForkServer, script: str, corpus: Path, folder: Path) -> ce
     return cells.Run(0, 0.0, "", cells.losses_of(script, folder / "out"), {0: [halves[0::2]], 1: [halves[1::2]]})
 
 
-@pytest.mark.parametrize(("script", "launcher"), [("accelerate_loop", "torchrun"), ("hf_trainer", "zero2")])
+@pytest.mark.parametrize(
+    ("script", "launcher"), [pytest.param("accelerate_loop", "torchrun", marks=pytest.mark.slow), ("hf_trainer", "zero2")]
+)
 def test_a_script_finishes(server: ForkServer, corpus: Path, tmp_path: Path, script: str, launcher: str) -> None:
     check(script, launcher, clean_run(server, script, corpus, tmp_path / "clean"), tmp_path / "with", corpus)
 
