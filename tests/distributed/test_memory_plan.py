@@ -38,7 +38,7 @@ def run(server: ForkServer, folder: Path, name: str, num_processes: int, injecte
         "save_strategy": "no",
         "save_final": False,
         "data_cache_dir": folder / "cache",
-        "gpu_memory": "1.5GiB",  # of which a CUDA context and NCCL would take 1.4
+        "gpu_memory": "1.65GiB",  # of which a CUDA context and NCCL would take 1.55
         "output_dir": folder / name,
         **flags,
     }
@@ -57,10 +57,10 @@ def test_the_plan_is_taken_and_changes_no_loss(server: ForkServer, tmp_path: Pat
     settings = plan["chosen"]["settings"]
     assert (settings["micro_batch_size"], settings["activation_checkpointing"]) != (8, "none")  # which does not fit
     assert settings["micro_batch_size"] * plan["chosen"]["gradient_accumulation_steps"] == 8
-    assert plan["asked"]["misfit"].startswith("needs 1.5 GiB of a card")
+    assert plan["asked"]["misfit"].startswith("needs 1.7 GiB of a card")
     assert plan["changed"] == []
     assert plan["closed_forms"] == []
-    assert "memory plan for fsdp on 2 x a card (1.500 GiB): start with" in planned.stdout
+    assert "memory plan for fsdp on 2 x a card (1.650 GiB): start with" in planned.stdout
     # The ladder has what each rung was predicted to need; without a limit seen, the fastest that needs less was next.
     ladder = json.loads((tmp_path / "planned/ladder.json").read_text())
     rungs = ladder["ladder"]
