@@ -156,7 +156,8 @@ class Recovery:
         reports = self.coordinator.gather({**memory_report(self.coordinator.device, failure), "begun": begun})
         worst = worst_report(reports)
         self.seen = seen_memory(reports[worst])
-        begun = max(each.pop("begun") for each in reports)
+        begun = any(each["begun"] for each in reports)
+        reports = [{name: value for name, value in each.items() if name != "begun"} for each in reports]
         self.report = {"phase": phase, "rank": worst, **reports[worst]}
         if begun:
             self._give_up_step(phase)
