@@ -60,7 +60,8 @@ class MemoryEstimate:
         phases: forward, loss, backward, reduction, update; the peak is the highest.
         allocated_bytes: expected `torch.cuda.max_memory_allocated`.
         reserved_bytes: expected `torch.cuda.max_memory_reserved`.
-        pool_bytes: of that, what is kept for other streams than the computing one.
+        pool_bytes: of that, what is kept for other streams than the computing one, before corrections.
+        correction: what was learnt of reserved memory on this machine; `reserved_bytes` has it.
         low_bytes, expected_bytes, high_bytes: of the whole card, as `mem_get_info` sees it. "Fits" means the high figure.
         host_bytes: of one node.
         nvme_bytes: of one node, on its NVMe disk.
@@ -79,6 +80,7 @@ class MemoryEstimate:
     closed_forms: tuple[str, ...] = ()
     reserved_bytes: int = 0
     pool_bytes: int = 0
+    correction: float = 1.0
 
     @property
     def peak_phase(self) -> str:
@@ -89,11 +91,11 @@ class MemoryEstimate:
         """What the update alone is likely to need at most. It cannot be redone; but by then CUDA and NCCL have taken what they take."""
         update = next((phase.total_bytes - phase.pooled_bytes for phase in self.phases if phase.name == "update"), 0.0)
         outside = self.expected_bytes - self.reserved_bytes
-        return int(RESERVED_FACTOR[2] * update + self.pool_bytes + outside)
+        return int(self.correction * (RESERVED_FACTOR[2] * update + self.pool_bytes) + outside)
 
     @property
     def dry_run_reserved_bytes(self) -> int:
-        """Expected `torch.cuda.max_memory_reserved` of forward and backward alone."""
+        """Expected `torch.cuda.max_memory_reserved` of forward and backward alone, before corrections."""
         most = max(phase.total_bytes - phase.pooled_bytes for phase in self.phases if phase.name != "update")
         return int(RESERVED_FACTOR[1] * most + self.pool_bytes)
 
@@ -167,7 +169,8 @@ def estimate_memory(settings: MemorySettings, measured: Measured, run: RunShape,
         checkpoint_bytes=int(checkpoint_bytes(measured, run)),
         closed_forms=tuple(closed),
         reserved_bytes=int(kept),
-        pool_bytes=int(step.engine.pools * factors.reserved),
+        pool_bytes=int(step.engine.pools),
+        correction=factors.reserved,
     )
 
 

@@ -398,9 +398,10 @@ def learn(plan: StartPlan, gpu_name: str, allocated_bytes: int, reserved_bytes: 
     """
     estimate, corrections = plan.candidate.estimate, plan.content["corrections"]
     predicted = max(phase.total_bytes for phase in estimate.phases if phase.name != "update")
-    reserved = estimate.dry_run_reserved_bytes / corrections["reserved"]
     ours = min(used_bytes, reserved_bytes + MOST_OUTSIDE_BYTES)
-    record_measurement(gpu_name, plan.candidate.engine, int(predicted), int(reserved), allocated_bytes, reserved_bytes, ours)
+    record_measurement(
+        gpu_name, plan.candidate.engine, int(predicted), estimate.dry_run_reserved_bytes, allocated_bytes, reserved_bytes, ours
+    )
     expected = predicted * corrections["allocated"]
     off = 100 * (allocated_bytes / expected - 1)
     return (

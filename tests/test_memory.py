@@ -702,3 +702,7 @@ def test_measurements_correct_the_machine(tmp_path: Path, monkeypatch: pytest.Mo
     corrected = memory.estimate_memory(MemorySettings(1), Measured(SHAPE, 16), RunShape("fsdp", 4, 16), factors)
     assert corrected.allocated_bytes == pytest.approx(1.1 * plain.allocated_bytes, abs=2)
     assert corrected.expected_bytes == pytest.approx(1.1 * plain.reserved_bytes + 300, abs=4)
+    # What the next dry run is compared with is the uncorrected figure, or corrections would go on growing or shrinking.
+    assert corrected.dry_run_reserved_bytes == plain.dry_run_reserved_bytes > 0 < corrected.pool_bytes == plain.pool_bytes
+    update = plain.update_bytes - (plain.expected_bytes - plain.reserved_bytes)
+    assert corrected.update_bytes == pytest.approx(1.1 * update + 300, abs=4)
