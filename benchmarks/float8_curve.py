@@ -64,11 +64,15 @@ def command(name: str, options: argparse.Namespace, folder: Path) -> list[str]:
 def run(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run: its "losses", of each step, or "failure" and the end of the log."""
     started, log = time.monotonic(), folder / f"{name}.log"
-    code = launched.run(command(name, options, folder), log, options.timeout_s)
+    # Runs that go at the same time need not have as many compilers each as there are cores.
+    code = launched.run(command(name, options, folder), log, options.timeout_s, TORCHINDUCTOR_COMPILE_THREADS="4")
     losses = [row["loss"] for row in launched.read_rows(folder / name) if row.get("kind") == "train"]
     result: dict[str, Any] = {"run": name, "seconds": round(time.monotonic() - started, 1), "losses": [round(loss, 5) for loss in losses]}
     if code != 0 or len(losses) < options.steps:
-        result |= {"failure": f"ended with {code} after {len(losses)} steps", "output": launched.log_end(log, 1500)}
+        result |= {
+            "failure": f"ended with {code} after {len(losses)} steps",
+            "output": launched.failure_of(folder / name) or launched.log_end(log, 1500),
+        }
     return result
 
 

@@ -109,16 +109,21 @@ def command(system: str, options: argparse.Namespace, folder: Path, output: Path
 
 
 def parts(log: str, row: dict[str, Any], started_s: float) -> dict[str, float]:
-    """Where the harness's seconds went: until its log begins (launcher, imports, processes find each other), its phases, its first step,
-    and the rest, so that they add up.
+    """Where the harness's seconds went, so that they add up: until its log begins (launcher, imports, processes find each other), until the
+    data (transformers' imports, the empty model), the phases of its log, the first step, and the rest.
 
     Args:
         log: train.log; its times are whole seconds.
         row: the train row of step 1.
         started_s: wall clock when the launcher was started.
     """
-    began_s = datetime.datetime.strptime(log[:19], "%Y-%m-%d %H:%M:%S").timestamp()
-    found = {"before the log": max(0.0, began_s - started_s)}
+
+    def time_s(line: str) -> float:
+        return datetime.datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S").timestamp()
+
+    began_s = time_s(log)
+    data_s = next((time_s(line) for line in log.splitlines() if line.endswith(" data: start")), began_s)
+    found = {"before the log": max(0.0, began_s - started_s), "before the data": data_s - began_s}
     found |= {name: float(seconds) for name, seconds in _PHASE.findall(log) if name not in ("training", "export")}
     found["first step"] = float(row["step_time_s"])
     found["rest"] = row["time_s"] - started_s - sum(found.values())
