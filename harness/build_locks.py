@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import platform
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -42,6 +43,13 @@ def is_compiled(name: str, newer_than: Iterable[Path] = (), environ: Mapping[str
     version = "" if environ.get("TORCH_EXTENSIONS_DIR") else f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*/"
     made_from_s = max((path.stat().st_mtime for path in newer_than), default=0.0)
     return any(path.stat().st_mtime >= made_from_s for path in extensions_folder(environ).glob(f"{version}{name}/{name}.so"))
+
+
+def find_ninja() -> None:
+    """torch compiles with the `ninja` of PATH. DeepSpeed's own is beside the interpreter, where only an activated environment looks."""
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (beside / "ninja").exists():
+        os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(beside))))
 
 
 class LockedBuildError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Compiles DeepSpeed's CPU Adam beside training: `python -m harness.compile_ahead <process id of the guard>`.
+"""Compiles DeepSpeed's CPU Adam beside training: `python -m harness.compile_ahead <process id of the guard> [builders, CPUAdamBuilder]`.
 
 It outlives the training process that started it, because the one that comes in its place is the one that needs the operator; it ends with
 the guard. However it is ended, it gives torch's lock back, so that whoever waits for the operator compiles it instead.
@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from harness.build_locks import clear_abandoned_locks, limit_waits
+from harness.build_locks import clear_abandoned_locks, find_ninja, limit_waits
 
 _LIMIT_S = 900.0
 
@@ -42,11 +42,14 @@ def main() -> int:
     end_with(int(sys.argv[1]))
     with contextlib.suppress(OSError):
         os.nice(15)
+    find_ninja()
     clear_abandoned_locks()
     limit_waits(_LIMIT_S)
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.accelerator import get_accelerator
 
-    CPUAdamBuilder().load(verbose=False)
+    for name in sys.argv[2:] or ["CPUAdamBuilder"]:
+        if (builder := get_accelerator().create_op_builder(name)) is not None:  # else this accelerator has no such operator
+            builder.load(verbose=False)
     return 0
 
 

@@ -26,13 +26,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import guard_line, run_folder, whereabouts
+from harness import build_locks, guard_line, run_folder, whereabouts
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.parsing import from_config, parse_args
 from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
 
 log = logging.getLogger("harness")
+
+# How long a rank with wrong input waits for rank 0 to print the whole message.
+RANK_0_TELLS_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +182,7 @@ def check(args: Arguments, train_dataset: Any = None) -> str:
 
 
 def _set_environment(folder: Path) -> None:
-    """Before torch is imported: an allocator that does not fragment, and NCCL's flight recorder, unless the user chose otherwise.
+    """Before torch is imported: an allocator that does not fragment, NCCL's flight recorder, unless the user chose otherwise, and ninja.
 
     The recorder keeps the last collectives of each rank; torch writes them to `folder`/nccl-rank-<rank> when a collective on GPUs has not
     ended within --ddp_timeout. `torchfrtrace --prefix nccl-rank- FOLDER` of torch compares them.
@@ -195,6 +198,7 @@ def _set_environment(folder: Path) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    build_locks.find_ninja()
 
 
 def _take_signals(stop: Any) -> None:
@@ -220,7 +224,8 @@ def _output_dir_of(tokens: Sequence[str]) -> Path | None:
 
 
 def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: float) -> int:
-    if int(os.environ.get("RANK", "0")) == 0:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:
         print(format_findings(error.findings, "wrong input, nothing was started:"), file=sys.stderr, flush=True)
         if debug:
             traceback.print_exc()
@@ -232,8 +237,24 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
                 folder.mkdir(parents=True, exist_ok=True)
         run_folder.record_exit(folder, WRONG_INPUT, run_folder.explain(error), 0, started_s)
     else:  # the launcher of another node learns it from its own processes
-        run_folder.record_exit(None, WRONG_INPUT, run_folder.explain(error), int(os.environ["RANK"]), started_s)
+        run_folder.record_exit(None, WRONG_INPUT, run_folder.explain(error), rank, started_s)
+        if _outlives_rank_0():
+            print(f"rank {rank}: wrong input: {run_folder.explain(error)}", file=sys.stderr, flush=True)
     return WRONG_INPUT
+
+
+def _outlives_rank_0() -> bool:
+    """Gives rank 0, which tells the user what is wrong, the time to do it: a launcher ends all ranks when the first one leaves. True when
+    no launcher has ended this rank by then: rank 0 has no such error (a file that one node lacks), or its launcher leaves ranks alone.
+    """
+    ended: list[int] = []
+    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(each, lambda number, _frame: ended.append(number))
+    # The ranks of one node one after the other: the first of them to leave ends the others.
+    until_s = time.monotonic() + RANK_0_TELLS_S + 0.5 * int(os.environ.get("LOCAL_RANK", "0"))
+    while not ended and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return not ended
 
 
 if __name__ == "__main__":

@@ -213,3 +213,16 @@ def test_a_compilation_that_is_ended_gives_its_lock_back(tmp_path: Path) -> None
         if compiling.poll() is None:
             os.killpg(compiling.pid, 9)
             compiling.wait()
+
+
+@pytest.mark.parametrize(("path", "beside", "expected"), [("", True, "{bin}"), ("/no", True, "/no:{bin}"), ("/no", False, "/no")])
+def test_the_ninja_of_an_environment_that_is_not_activated_is_found(
+    path: str, beside: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if beside:
+        (tmp_path / "ninja").touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", path)
+    for _ in range(2):  # what is found is not added again
+        build_locks.find_ninja()
+    assert os.environ["PATH"] == expected.format(bin=tmp_path)
