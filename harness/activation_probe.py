@@ -31,6 +31,8 @@ from harness.sequence_rules import model_findings
 PROBE_VERSION = 2
 
 MAX_MEASURED_LAYERS = 14
+# Of the step that tells what is there for each sample: a prime that no model has among its sizes.
+MANY_SAMPLES = 10007
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,8 +319,13 @@ def _base_dtype(weights: str, *, frozen: bool) -> Any:
     return torch.bfloat16 if weights == "bf16" or (weights == "autocast" and frozen) else torch.float32
 
 
-def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights: str, batch: int) -> Any:
-    """One forward and backward of the decoder (without head and loss); returns the meter with its trace and marks."""
+def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights: str, batch: int, by_sample: bool = False) -> Any:
+    """One forward and backward of the decoder (without head and loss); returns the meter with its trace and marks.
+
+    Args:
+        batch: samples of the micro-batch.
+        by_sample: tell apart what is there for each sample; `batch` is a large prime.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -329,7 +336,7 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
         # Engines that cast whatever they gather cast adapters too; autocast finds them in float32.
         adapters = torch.bfloat16 if weights == "bf16" else torch.float32
         tensors = replace_by_fake(model, _base_dtype(weights, frozen=bool(request.lora)), adapters)
-        meter = LiveBytes(num_experts=_num_experts(model))
+        meter = LiveBytes(num_experts=_num_experts(model), samples=batch if by_sample else 0)
         for tensor in tensors:
             meter.ignore(tensor)
         state = {"forward": True}
@@ -365,7 +372,8 @@ def _shared(model: Any, request: ProbeRequest, inputs: dict[str, Any]) -> Iterat
 def measure_layers(
     model: Any, layers: Sequence[Any], kinds: Sequence[int], request: ProbeRequest, weights: str, mode: str
 ) -> dict[str, Any]:
-    """Runs micro-batches of 1 and of 2 samples, which together tell every size: each allocation is a constant plus a share per sample.
+    """Each allocation is a constant plus a share per sample. One micro-batch of very many samples tells them apart, where each is one or
+    the other; else micro-batches of 1 and of 2 samples do.
 
     Returns:
         A `harness.model_shape.LayerMemory` as a dict.
@@ -376,8 +384,11 @@ def measure_layers(
     model.train()
     if request.lora and mode != "none":
         model.enable_input_require_grads()  # a frozen embedding has no gradient, and checkpointing would then drop the adapters'
+    many = run_layers(model, layers, request, weights, MANY_SAMPLES, by_sample=True)
+    if not many.is_mixed:
+        return _Lines.of(many).reduce(kinds)
     one, two = (run_layers(model, layers, request, weights, batch) for batch in (1, 2))
-    return _Pair(one, two).reduce(kinds)
+    return (_Lines.between(one, two) or _Peaks(one, two)).reduce(kinds)
 
 
 def _num_experts(model: Any) -> int:
@@ -396,30 +407,43 @@ def envelope(lines: Iterable[tuple[int, int]]) -> list[Line]:
     return [list(line) for line in sorted(best)]
 
 
-class _Pair:
-    """Two meters of the same step with 1 and with 2 samples."""
+class _Lines:
+    """A step whose allocations are known as lines, (constant bytes, bytes per sample).
 
-    def __init__(self, one: Any, two: Any) -> None:
-        self.one, self.two = one, two
-        self.aligned = len(one.trace) == len(two.trace) and all(one.marks[name][1] == two.marks[name][1] for name in one.marks)
+    Attributes:
+        trace: what is alive after each allocation.
+        marks: name -> (what is alive, allocations so far, FLOPs per sample so far).
+    """
+
+    def __init__(self, trace: list[tuple[int, int]], marks: dict[str, tuple[tuple[int, int], int, int]]) -> None:
+        self.trace, self.marks = trace, marks
+
+    @classmethod
+    def of(cls, meter: Any) -> _Lines:
+        """Of one step that told them apart."""
+        marks = {}
+        for name, (live, place, _) in meter.marks.items():
+            share, flops = meter.marks_per_sample[name]
+            marks[name] = ((live, share), place, flops)
+        return cls(list(zip(meter.trace, meter.trace_per_sample, strict=True)), marks)
+
+    @classmethod
+    def between(cls, one: Any, two: Any) -> _Lines | None:
+        """Of the same step with 1 and with 2 samples; None where they allocated differently."""
+        if len(one.trace) != len(two.trace) or any(one.marks[name][1] != two.marks[name][1] for name in one.marks):
+            return None
+        return cls([_line(*pair) for pair in zip(one.trace, two.trace, strict=True)], _marks_between(one, two))
 
     def live(self, name: str) -> tuple[int, int]:
-        first, second = self.one.marks[name][0], self.two.marks[name][0]
-        return 2 * first - second, second - first
+        return self.marks[name][0]
 
     def peak(self, start: str, stop: str, above: tuple[int, int]) -> list[Line]:
         """The highest the trace gets between two marks, over `above`."""
-        if not self.aligned:  # other operations for another batch size: only the peaks can be compared
-            tops = [max([m.marks[start][0], *m.trace[m.marks[start][1] : m.marks[stop][1]]]) for m in (self.one, self.two)]
-            pairs = [tuple(tops)]
-        else:
-            begin, end = self.one.marks[start][1], self.one.marks[stop][1]
-            pairs = [(self.one.marks[start][0], self.two.marks[start][0])]
-            pairs += list(zip(self.one.trace[begin:end], self.two.trace[begin:end], strict=True))
-        return envelope((2 * first - second - above[0], second - first - above[1]) for first, second in pairs)
+        found = [self.live(start), *self.trace[self.marks[start][1] : self.marks[stop][1]]]
+        return envelope((line[0] - above[0], line[1] - above[1]) for line in found)
 
     def flops(self, start: str, stop: str) -> int:
-        return self.two.marks[stop][2] - self.two.marks[start][2] - (self.one.marks[stop][2] - self.one.marks[start][2])
+        return self.marks[stop][2] - self.marks[start][2]
 
     def reduce(self, kinds: Sequence[int]) -> dict[str, Any]:
         """What each kind of layer adds, and what remains when all layers are taken off."""
@@ -452,6 +476,28 @@ class _Pair:
             "norm_backward_peak": self.peak("backward", f"gradient {last}", self.live(f"gradient {last}")),
             "layers": [layers[kind] for kind in sorted(layers)],
         }
+
+
+class _Peaks(_Lines):
+    """Two steps with other operations for another number of samples: only their peaks can be compared."""
+
+    def __init__(self, one: Any, two: Any) -> None:
+        super().__init__([], _marks_between(one, two))
+        self.meters = one, two
+
+    def peak(self, start: str, stop: str, above: tuple[int, int]) -> list[Line]:
+        one, two = (max([m.marks[start][0], *m.trace[m.marks[start][1] : m.marks[stop][1]]]) for m in self.meters)
+        line = _line(one, two)
+        return envelope([(line[0] - above[0], line[1] - above[1])])
+
+
+def _line(one: int, two: int) -> tuple[int, int]:
+    """Through the bytes with 1 and with 2 samples."""
+    return 2 * one - two, two - one
+
+
+def _marks_between(one: Any, two: Any) -> dict[str, tuple[tuple[int, int], int, int]]:
+    return {name: (_line(live, two.marks[name][0]), place, two.marks[name][2] - flops) for name, (live, place, flops) in one.marks.items()}
 
 
 def _minus(value: tuple[int, int], *others: tuple[int, int]) -> Line:

@@ -17,28 +17,38 @@ _aten = torch.ops.aten
 class LiveBytes(TorchDispatchMode):
     """Records the bytes of all living storages after every allocation, and counts FLOPs.
 
-    torch's own trackers (`torch.distributed._tools`) report peaks per module; here the whole trace is wanted, because the traces of two
-    batch sizes give every allocation as a constant plus a share per sample.
+    torch's own trackers (`torch.distributed._tools`) report peaks per module; here the whole trace is wanted, and every allocation as a
+    constant or a share per sample. With a number of samples that is a large prime, one step tells them apart: what the prime divides is
+    there once for each sample.
 
     Args:
         num_experts: of the model; torch's grouped product does not show it in the shapes of a weight gradient.
         in_place_shape: gradients of this shape are added up as autograd does it with real tensors: the first two into a new one (the
             first is a view of a transposed product), all others into that one. With fake ones it would make a new one each time.
+        samples: of the step, if it is to be told apart what is there for each of them; a large prime. 0 takes everything as it is.
 
     Attributes:
-        live: bytes alive now.
-        trace: bytes alive after each allocation.
-        marks: name -> (live bytes, allocations so far, FLOPs so far).
+        live, live_per_sample: bytes alive now; with n samples `live + n * live_per_sample`.
+        flops, flops_per_sample: so far.
+        trace, trace_per_sample: bytes alive after each allocation.
+        marks: name -> (live bytes, allocations so far, FLOPs so far); marks_per_sample: name -> (live bytes, FLOPs so far) a sample.
+        is_mixed: an allocation may be neither: larger than a sample's share could be by rounding, no multiple of the samples, and not
+            of the size of a parameter. What was found with this number of samples does not hold for another.
     """
 
-    def __init__(self, num_experts: int = 1, in_place_shape: torch.Size | None = None) -> None:
+    def __init__(self, num_experts: int = 1, in_place_shape: torch.Size | None = None, samples: int = 0) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.in_place_shape = in_place_shape
-        self.live = 0
-        self.flops = 0
+        self.samples = samples
+        self.live = self.live_per_sample = 0
+        self.flops = self.flops_per_sample = 0
         self.trace: list[int] = []
+        self.trace_per_sample: list[int] = []
         self.marks: dict[str, tuple[int, int, int]] = {}
+        self.marks_per_sample: dict[str, tuple[int, int]] = {}
+        self.is_mixed = False
+        self._sizes_of_parameters: set[int] = set()
         self._num_gradient_sums = 0
         self._seen: dict[int, Any] = {}
         self._ignored: list[Any] = []
@@ -48,35 +58,56 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._ignored.append(storage)
         self._seen[id(storage)] = None
+        self._sizes_of_parameters |= {tensor.numel() * size for size in (1, 2, 4, 8)}
 
     def mark(self, name: str) -> None:
         self.marks[name] = (self.live, len(self.trace), self.flops)
+        self.marks_per_sample[name] = (self.live_per_sample, self.flops_per_sample)
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)
         if key in self._seen:
             return
-        num_bytes = -(-storage.nbytes() // _ROUNDING_BYTES) * _ROUNDING_BYTES
+        fixed, share = self._parts(storage.nbytes())
 
         def gone(_: Any) -> None:
-            self.live -= num_bytes
+            self.live -= fixed
+            self.live_per_sample -= share
             del self._seen[key]
 
         self._seen[key] = weakref.ref(storage, gone)
-        self.live += num_bytes
+        self.live += fixed
+        self.live_per_sample += share
         self.trace.append(self.live)
+        self.trace_per_sample.append(self.live_per_sample)
+
+    def _parts(self, num_bytes: int) -> tuple[int, int]:
+        """(constant, share per sample) of an allocation; exact for one sample, and for more where the share needs no rounding."""
+        share, rest = divmod(num_bytes, self.samples) if self.samples else (0, num_bytes)
+        if rest:
+            self.is_mixed |= 0 < self.samples * _ROUNDING_BYTES < num_bytes and num_bytes not in self._sizes_of_parameters
+            share = 0
+        one = share or num_bytes
+        return -(-one // _ROUNDING_BYTES) * _ROUNDING_BYTES - share, share
+
+    def _count(self, flops: int) -> None:
+        share, rest = divmod(flops, self.samples) if self.samples else (0, flops)
+        if rest:
+            self.flops += flops
+        else:
+            self.flops_per_sample += share
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is _aten._grouped_mm.default:
             out = self._grouped_mm(args[0], args[1])
-            self.flops += 2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
+            self._count(2 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1])
         elif func is _aten.add.Tensor and self._adds_in_place(args):
             out = args[0].add_(args[1])
         else:
             out = func(*args, **kwargs)
-            self.flops += _flops(func, args, kwargs, out)
+            self._count(_flops(func, args, kwargs, out))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)

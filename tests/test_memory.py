@@ -112,6 +112,59 @@ def test_meter_follows_lifetimes_to_the_byte() -> None:
     assert meter.trace == [4096, 8192, 512]
 
 
+@pytest.mark.parametrize(
+    ("size", "is_mixed"), [(1009 * 512, False), (3 * 1009 * 512 + 64, True), (4096, False), (5 * 1009 * 512 + 512, False)]
+)
+def test_one_step_of_many_samples_tells_a_share_from_a_constant(size: int, is_mixed: bool) -> None:
+    """The last size is that of a parameter: a copy of a weight is one."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from harness.live_bytes import LiveBytes
+
+    with FakeTensorMode():
+        weight = torch.empty(5 * 512 * 1009 + 512, dtype=torch.uint8)
+        x = torch.empty(1009 * 3, 8)
+        with LiveBytes(samples=1009) as meter:
+            meter.ignore(weight)
+            kept = torch.empty(size, dtype=torch.uint8)
+            meter.mark("kept")
+            product = x @ torch.empty(8, 4)
+            meter.mark("product")
+            del kept, product
+    rounded = -(-size // 512) * 512
+    assert (meter.marks["kept"][0], meter.marks_per_sample["kept"][0]) == ((0, 512) if size == 1009 * 512 else (rounded, 0))
+    assert meter.is_mixed is is_mixed
+    assert meter.marks_per_sample["product"][1] == 2 * 3 * 8 * 4 and meter.marks["product"][2] == 0
+    assert (meter.live, meter.live_per_sample) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_what_is_neither_share_nor_constant_is_measured_with_one_and_two_samples(mode: str, tmp_path: Path) -> None:
+    """Tokens of all samples padded together, as some kernels of experts do: a share and a constant in one allocation."""
+    import torch
+
+    from harness import activation_probe
+    from harness.blocks import set_activation_checkpointing
+
+    request = request_for(write_config(tmp_path, TINY))
+    model = activation_probe.build(request)
+    layers, kinds = activation_probe.cut(model, activation_probe.describe(model)["kind_of_layer"])
+    plain = activation_probe.measure_layers(model, layers, kinds, request, "bf16", mode)
+    for layer in layers:  # in 16 bits: 1024 bytes a sample, and 512 more
+        layer.mlp.register_forward_hook(
+            lambda module, args, out: (out, torch.cat([out.flatten()[: 512 * len(out)], out.flatten()[:256]]))[0]
+        )
+    padded = activation_probe.measure_layers(model, layers, kinds, request, "bf16", mode)
+    assert padded["layers"][0]["forward_kept"] == plain["layers"][0]["forward_kept"]  # it is gone at once
+    set_activation_checkpointing(model, mode)
+    many = activation_probe.run_layers(model, layers, request, "bf16", activation_probe.MANY_SAMPLES, by_sample=True)
+    assert many.is_mixed
+    one, two = (activation_probe.run_layers(model, layers, request, "bf16", batch) for batch in (1, 2))
+    expected = activation_probe._Lines.between(one, two)
+    assert expected is not None and padded == expected.reduce(kinds)
+
+
 def test_meter_counts_flops_of_products_and_attention() -> None:
     import torch
     import torch.nn.functional as F
