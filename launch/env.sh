@@ -23,10 +23,11 @@ install_all() {
         [ -x "$root/.venv/bin/python" ] || "$base" -m venv "$root/.venv" || return 1
         python="$root/.venv/bin/python"
         local pip=("$python" -m pip --disable-pip-version-check --quiet)
-        # deepspeed's setup imports torch and numpy, so they come first, and it is built without isolation.
-        "${pip[@]}" install -c "$root/constraints.txt" torch numpy setuptools wheel ninja packaging psutil py-cpuinfo pydantic &&
-            "${pip[@]}" install -c "$root/constraints.txt" --no-build-isolation deepspeed &&
-            "${pip[@]}" install -c "$root/constraints.txt" --no-build-isolation -e "$root[$extras]" || return 1
+        # What is imported is compiled then; everything that is installed takes minutes. deepspeed's setup imports torch and numpy, so they
+        # come first, and it is built without isolation.
+        "${pip[@]}" install --no-compile -c "$root/constraints.txt" torch numpy setuptools wheel ninja packaging psutil py-cpuinfo pydantic &&
+            "${pip[@]}" install --no-compile -c "$root/constraints.txt" --no-build-isolation deepspeed &&
+            "${pip[@]}" install --no-compile -c "$root/constraints.txt" --no-build-isolation -e "$root[$extras]" || return 1
         echo "$wanted" > "$stamp"
     fi
     find_python

@@ -6,10 +6,10 @@ loss looks right. Both ways of resetting are tried: torch's public one (2.13) an
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 from harness.engines import fsdp_reset
 from launch.machine import free_port
 
+PUBLIC, OWN = "public reset", "reset for older torch"
 PLACES = ("forward of micro-batch 2", "backward of micro-batch 1", "backward of micro-batch 2", "recompute of micro-batch 2")
 
 
@@ -74,41 +75,40 @@ def step(model: Any, batches: list[torch.Tensor], fail_at: str) -> bool:
     return failed
 
 
-def rank_main(rank: int, port: int, private: bool, wrong: Any) -> None:
+def rank_main(rank: int, port: int, ways: list[str], wrong: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     source = torch.Generator().manual_seed(rank)
     batches = [torch.randint(0, 64, (2, 16), generator=source) for _ in range(2)]
-    for place in PLACES:
+    for way, place in itertools.product(ways, PLACES):
         model = build(recompute=place.startswith("recompute"))
         assert not step(model, batches, "")
         expected = gradients(model)
         model.zero_grad()
         if not step(model, batches, place):
-            wrong.put(f"{place}: nothing failed")
+            wrong.put(f"{way}, {place}: nothing failed")
         model.zero_grad()
-        if private:
-            fsdp_reset.reset(model)
-        else:
+        if way == PUBLIC:
             model.reset_iter_state()
+        else:
+            fsdp_reset.reset(model)
         model.zero_grad()
         assert not step(model, batches, "")
         bad = [index for index, (one, two) in enumerate(zip(gradients(model), expected, strict=True)) if not torch.equal(one, two)]
         if bad:
-            wrong.put(f"{place}: gradients {bad} differ")
+            wrong.put(f"{way}, {place}: gradients {bad} differ")
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("private", [False, True], ids=["public reset", "reset for older torch"])
-def test_recovered_gradients_are_right(private: bool) -> None:
+def test_recovered_gradients_are_right() -> None:
+    """Both ways in one pair of processes, whose imports take longest."""
     from torch.distributed.fsdp import FSDPModule
 
-    if not private and not hasattr(FSDPModule, "reset_iter_state"):
-        pytest.skip("this torch has no reset_iter_state")
+    ways = [PUBLIC, OWN] if hasattr(FSDPModule, "reset_iter_state") else [OWN]
     wrong = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_main, args=(free_port(), private, wrong), nprocs=2)
+    mp.spawn(rank_main, args=(free_port(), ways, wrong), nprocs=2)
     messages = []
     while not wrong.empty():
         messages.append(wrong.get())
