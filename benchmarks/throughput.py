@@ -34,6 +34,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from benchmarks.contenders import GROUPS, LORA_R, PROFILE_FILE, SYSTEMS, Trial  
 from benchmarks.llama_shapes import SHAPES, mfu  # noqa: E402
 from harness.cgroups import usable_cores  # noqa: E402
 
-# Tried in this order; after an out-of-memory the rest of a system's list is left out. More than this was never faster at these shapes.
+# Tried in this order; after a failure the rest of a system's list is left out. More than this was never faster at these shapes.
 MICRO_BATCHES = {"tiny": [2], "1B": [4], "3B": [2], "8B": [1, 2]}
 
 
@@ -166,6 +167,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def trials(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """(size, micro-batch, system): all systems at one micro-batch, then at the next, so that what a time limit leaves can be compared."""
+    for size in options.sizes:
+        for micro_batch in [int(word) for word in options.micro_batches.split(",") if word] or MICRO_BATCHES[size]:
+            for system in options.only:
+                yield size, micro_batch, system
+
+
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
@@ -176,22 +185,20 @@ def main() -> int:
     options.num_gpus = options.num_gpus or torch.cuda.device_count() or 1
     started, about = time.monotonic(), facts(options)
     rows: list[dict[str, Any]] = []
-    for size in options.sizes:
-        micro_batches = [int(word) for word in options.micro_batches.split(",") if word] or MICRO_BATCHES[size]
-        for system in options.only:
-            for micro_batch in micro_batches:
-                if time.monotonic() - started > options.time_limit_s:
-                    break
-                page = options.output and options.output.with_name(f"{options.output.stem}-{system}-{size}-{micro_batch}.profile.txt")
-                with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as work:
-                    sizes = (size, micro_batch, options.samples, options.sequence, options.steps, options.num_gpus)
-                    rows.append(measure(Trial(system, *sizes, options.profile, work), options.timeout_s, page))
-                print(json.dumps({name: value for name, value in rows[-1].items() if name != "output"}), flush=True)
-                if options.output:
-                    options.output.write_text(json.dumps({"facts": about, "results": rows}, indent=1) + "\n")
-                if "failure" in rows[-1]:
-                    print(rows[-1].get("output", "")[-1500:], flush=True)
-                    break
+    for size, micro_batch, system in trials(options):
+        if time.monotonic() - started > options.time_limit_s:
+            break
+        if any("failure" in row and (row["system"], row["size"]) == (system, size) for row in rows):
+            continue
+        page = options.output and options.output.with_name(f"{options.output.stem}-{system}-{size}-{micro_batch}.profile.txt")
+        with tempfile.TemporaryDirectory(prefix="throughput-", ignore_cleanup_errors=True) as work:
+            sizes = (size, micro_batch, options.samples, options.sequence, options.steps, options.num_gpus)
+            rows.append(measure(Trial(system, *sizes, options.profile, work), options.timeout_s, page))
+        print(json.dumps({name: value for name, value in rows[-1].items() if name != "output"}), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps({"facts": about, "results": rows}, indent=1) + "\n")
+        if "failure" in rows[-1]:
+            print(rows[-1].get("output", "")[-1500:], flush=True)
     print(json.dumps(about))
     print(table(rows))
     return 0
