@@ -15,8 +15,11 @@ bin="$(dirname "$python")"
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # What tests start finds our modules compiled.
 unset PYTHONDONTWRITEBYTECODE
-# DeepSpeed compiles operators at their first use, for minutes: now, beside what takes one core.
-"$python" -m harness.compile_ahead $$ ShareMemCommBuilder CPUAdamBuilder > /dev/null 2>&1 &
+# What is compiled at its first use, modules and DeepSpeed's operators, is compiled now, beside what takes one core.
+(
+    "$python" -c "import accelerate.commands.launch, datasets, deepspeed, peft, torch.distributed.run, transformers.trainer, trl"
+    "$python" -m harness.compile_ahead $$ ShareMemCommBuilder CPUAdamBuilder
+) > /dev/null 2>&1 &
 compiling=$!
 run "$bin/ruff" check .
 run "$bin/ruff" format --check .
