@@ -28,7 +28,7 @@ from harness.findings import UserError, user_error
 from harness.sequence_rules import model_findings
 
 # Changes with the meaning of the numbers below, so that older cached answers are not taken for new ones.
-PROBE_VERSION = 2
+PROBE_VERSION = 3
 
 MAX_MEASURED_LAYERS = 14
 # Of the step that tells what is there for each sample: a prime that no model has among its sizes.
@@ -41,7 +41,7 @@ class ProbeRequest:
 
     Attributes:
         model: folder, config.json or hub name in the local cache; None with `model_type`.
-        block_size: tokens per sample.
+        block_size: tokens per sample; None for what the model can take, at most 4096.
         weights: "bf16" (parameters in 16 bits, no autocast), "autocast" (float32 parameters, 16-bit autocast), "fp32".
         checkpointing: modes of activation checkpointing.
         loss_chunks: chunk sizes of the loss, tokens; 0 is all at once.
@@ -56,7 +56,7 @@ class ProbeRequest:
     cache_dir: str | None = None
     trust_remote_code: bool = False
     attention: str = "sdpa"
-    block_size: int = 1024
+    block_size: int | None = 1024
     weights: Sequence[str] = ("bf16",)
     checkpointing: Sequence[str] = ("none", "selective", "full")
     loss_chunks: Sequence[int] = (1024, 0)
@@ -67,6 +67,7 @@ class ProbeRequest:
     @property
     def own_tokens(self) -> int:
         """Of a sample, what one process has."""
+        assert self.block_size is not None
         return -(-self.block_size // self.sequence_parallel_size)
 
 
@@ -578,9 +579,12 @@ def probe(request: ProbeRequest) -> dict[str, Any]:
     global _measured_model
     model = build(request)
     shape = describe(model)
+    if request.block_size is None:
+        request = dataclasses.replace(request, block_size=min(4096, shape["max_positions"] or 1024))
     layers, kinds = cut(model, shape["kind_of_layer"])
     _measured_model = (model, layers, kinds, shape, request)
-    answer: dict[str, Any] = {"version": PROBE_VERSION, "shape": shape, "layers": [], "losses": [], "failures": [], "unsupported": []}
+    answer: dict[str, Any] = {"version": PROBE_VERSION, "block_size": request.block_size, "shape": shape}
+    answer |= {"layers": [], "losses": [], "failures": [], "unsupported": []}
     jobs = [(weights, mode) for weights in request.weights for mode in request.checkpointing]
     jobs += [(weights, "loss") for weights in request.weights if request.loss_chunks]
     if not jobs:
@@ -623,4 +627,6 @@ def main(argv: Sequence[str]) -> int:
 if __name__ == "__main__":
     # Importing torch and transformers makes millions of objects that stay: looking through them for garbage takes a quarter of the time.
     gc.disable()
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # taking them apart takes as long

@@ -387,7 +387,7 @@ def measure(requests: Sequence[dict[str, Any]], timeout_s: float = 300.0) -> Mea
             if keys[index] is not None:
                 _write_json(folder / f"{keys[index]}.json", answers[index])
     parts = [
-        Measured.from_dict(answer, piece["block_size"], piece.get("sequence_parallel_size", 1))
+        Measured.from_dict(answer, answer["block_size"], piece.get("sequence_parallel_size", 1))
         for answer, piece in zip(answers, pieces, strict=True)
     ]
     result = parts[0]

@@ -280,11 +280,8 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     engines = _engines(options, num_gpus)
     if wrong := list(job_findings(options.sequence_parallel_size, engines[0], num_gpus)):
         raise UserError(wrong)
-    if options.block_size is None:
-        options.block_size = 4096
-        limit = measure([{**_request(options, engines), "checkpointing": [], "loss_chunks": []}]).shape.max_positions
-        options.block_size = min(4096, limit or 1024)
     measured = measure([_request(options, engines)])
+    options.block_size = measured.block_size  # where none was given, it is the model's
     plans = []
     for engine in engines:
         run = _run_shape(options, engine, num_gpus)

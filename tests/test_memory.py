@@ -642,6 +642,7 @@ def test_a_cached_measurement_starts_no_child(tmp_path: Path, monkeypatch: pytes
     path = write_config(tmp_path, TINY)
     request = {"model": str(path), "block_size": 64, "weights": ["bf16"]}
     answer = {
+        "block_size": 64,
         "shape": dataclasses.asdict(SHAPE),
         "layers": [],
         "losses": [{"weights": "bf16", "chunk": 0, "line": [1.0, 2.0], "flops_per_token": 3.0}],

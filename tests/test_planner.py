@@ -56,7 +56,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     def measure(requests: Any) -> Measured:
         asked.extend(requests)
-        return Measured(SHAPE, requests[0]["block_size"] or 0)
+        return Measured(SHAPE, requests[0]["block_size"] or 4096)
 
     monkeypatch.setattr(planner, "measure", measure)
     monkeypatch.setattr(planner, "detect_machine", Machine)
@@ -451,7 +451,7 @@ def test_a_plan_of_an_8b_config_from_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
     environment = {**os.environ, "HARNESS_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    words = ["--model", str(path), "--engine", "fsdp", "--num-gpus", "8", "--gpu-memory", "80GB", "--block_size", "4096", "--json"]
+    words = ["--model", str(path), "--engine", "fsdp", "--num-gpus", "8", "--gpu-memory", "80GB", "--json"]
     command = [sys.executable, "-m", "harness.memory", *words]
     first = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert first.returncode == 0, first.stderr
@@ -460,7 +460,8 @@ def test_a_plan_of_an_8b_config_from_the_command_line(tmp_path: Path) -> None:
     assert values["model"]["num_parameters"] == 8_030_261_248
     assert values["chosen"]["estimate"]["closed_forms"] == []
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20 < 2.0
-    (kept,) = (tmp_path / "cache" / "activations").iterdir()
+    (kept,) = (tmp_path / "cache" / "activations").iterdir()  # one measurement, also of the size of a block that the model allows
+    assert json.loads(kept.read_text())["block_size"] == 4096
     written = kept.stat().st_mtime_ns
     second = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     assert second.stdout == first.stdout
