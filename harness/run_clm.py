@@ -106,7 +106,8 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         if not args.train.no_oom_recovery and guard_line.can_relaunch() and oom_reports.is_out_of_memory(error):
             recovery.relaunch_alone("start or end", error, coordinator)
         reason = _say_why(error, rank, coordinator)
-        run_folder.record_exit(folder, FAILED, reason, rank, started_s)
+        follows = isinstance(error, coordination.PeerFailedError)
+        run_folder.record_exit(folder, FAILED, reason, rank, started_s, is_consequence=follows)
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
         os._exit(FAILED)

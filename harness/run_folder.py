@@ -263,15 +263,20 @@ def _write(path: Path, value: Any) -> None:
     os.replace(temporary, path)
 
 
-def record_exit(folder: Path | None, code: int, reason: str, rank: int = 0, started_s: float = 0.0) -> None:
+def record_exit(
+    folder: Path | None, code: int, reason: str, rank: int = 0, started_s: float = 0.0, *, is_consequence: bool = False
+) -> None:
     """Writes exit.json, and the same to the file that HARNESS_EXIT_FILE names: launch/run.py gives it one outside the run's folder, so that
     it learns the code also of a run that never had a folder. Of several ranks that fail, the first one's reason stays: the others fail
     because of it.
 
     Args:
+        is_consequence: the reason is that another rank has failed; what that one, or its guard, has to say comes in its place.
         started_s: wall-clock start of this job; an older exit.json is an earlier job's.
     """
     report = {"code": code, "reason": reason, "rank": rank, "time": time.time()}
+    if is_consequence:
+        report["is_consequence"] = True
     if launchers_file := os.environ.get("HARNESS_EXIT_FILE"):
         _write_first(Path(launchers_file), report, started_s)
     if folder is not None and folder.is_dir():
@@ -286,8 +291,11 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
     except FileExistsError:
         with contextlib.suppress(OSError):
             try:
-                if json.loads(path.read_text(encoding="utf-8"))["time"] >= started_s:
-                    return
+                earlier = json.loads(path.read_text(encoding="utf-8"))
+                if earlier["time"] >= started_s:
+                    if "is_consequence" not in earlier or "is_consequence" in report or report["code"] != FAILED:
+                        return
+                    report = ({"ranks": earlier["ranks"]} if "ranks" in earlier else {}) | report
             except ValueError:  # another rank is just writing it
                 return
         with contextlib.suppress(OSError):

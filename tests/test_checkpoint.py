@@ -284,6 +284,26 @@ def test_the_report_of_an_end_that_has_no_room_is_left_out(tmp_path: Path) -> No
         assert json.loads(report)["ranks"] == {"0": "main"} and report.endswith("}\n")
 
 
+@pytest.mark.parametrize(
+    ("reports", "told"),
+    [
+        ([("rank 1 has ended", 1, True), ("rank 1 was killed", 1, False)], "rank 1 was killed"),
+        ([("rank 1 was killed", 1, False), ("rank 1 has ended", 1, True)], "rank 1 was killed"),
+        ([("rank 1 has ended", 1, True), ("stopped by SIGTERM", 75, False)], "rank 1 has ended"),  # by the launcher, because of that
+        ([("rank 1 has ended", 1, True), ("rank 1 is silent", 1, True)], "rank 1 has ended"),
+        ([("rank 1 was killed", 1, False), ("rank 0: a bug", 1, False)], "rank 1 was killed"),
+    ],
+)
+def test_the_cause_of_an_end_is_told_whoever_is_first(reports: list[tuple[str, int, bool]], told: str, tmp_path: Path) -> None:
+    for number, (reason, code, follows) in enumerate(reports):
+        run_folder.record_exit(tmp_path, code, reason, number, 1.0, is_consequence=follows)
+        if number == 0:
+            run_folder.add_ranks(tmp_path, {"0": "main"}, 1.0)
+    report = json.loads((tmp_path / "exit.json").read_text())
+    assert report["reason"] == told and report["ranks"] == {"0": "main"}
+    assert ("is_consequence" in report) == (told == "rank 1 has ended")
+
+
 def test_a_save_that_is_there_already_is_not_written_again(tmp_path: Path) -> None:
     checkpointer, _, _ = make(tmp_path)
     assert checkpointer.save(1, {}, wait=True)
