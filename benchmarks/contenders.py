@@ -65,6 +65,7 @@ SYSTEMS: dict[str, System] = {
     "packed": System("ours", flags=_FSDP, rows="documents"),
     "isolated": System("ours", "packed", _FSDP, rows="isolated"),
     "isolated-flex": System("ours", "packed", {**_FSDP, "attn_implementation": "flex_attention"}, rows="isolated"),
+    "isolated-varlen": System("ours", "packed", {**_FSDP, "attn_implementation": "varlen"}, rows="isolated"),
     "isolated-flash": System("ours", "packed", {**_FSDP, "attn_implementation": "flash_attention_2"}, rows="isolated", needs="flash_attn"),
     "zero3-offload": System("ours", "trainer-zero3-offload", deepspeed="zero3_offload"),
     "trainer-zero3-offload": System("trainer", deepspeed="zero3_offload"),
@@ -74,7 +75,7 @@ GROUPS: dict[str, list[str]] = {
     "base": ["fsdp", "trainer-fsdp", "zero3", "trainer-zero3", "torchtitan", "fsdp-fp8"],
     "lora": ["lora-fsdp", "trainer-lora-fsdp"],
     "lora-one-card": ["lora-ddp", "trainer-lora-ddp"],
-    "isolation": ["packed", "isolated", "isolated-flex", "isolated-flash"],
+    "isolation": ["packed", "isolated-varlen", "isolated", "isolated-flex", "isolated-flash"],
     "offload": ["zero3-offload", "trainer-zero3-offload", "trainer-zero3-offload-cores"],
 }
 

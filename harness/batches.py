@@ -54,6 +54,7 @@ class MicroBatch:
         input_ids, labels, position_ids: (b, s) int64.
         document_ids: (b, s) int32, padding numbered as one more document of its row; None when every row is one document without
             padding, where plain causal attention is right, or with padding that `collate` was told to leave unmasked.
+        document_ends: see the function of that name; None where document_ids is.
         num_label_tokens: labels that are predicted, i.e. labels[:, 1:] != -100.
         single_documents: every row is one document and then only padding. Plain causal attention then gives the right results
             for all real tokens too, because padding comes last.
@@ -67,6 +68,7 @@ class MicroBatch:
     document_ids: Tensor | None
     num_label_tokens: int
     single_documents: bool
+    document_ends: Tensor | None = None
     source_ids: Tensor | None = None
     report: Callable[[MicroBatch, Tensor], None] | None = None
 
@@ -78,6 +80,24 @@ class MicroBatch:
             if hasattr(value := getattr(self, field.name), "pin_memory")
         }
         return dataclasses.replace(self, **tensors)
+
+
+def document_ends(document_ids: np.ndarray) -> np.ndarray:
+    """Where documents end among the tokens of all rows.
+
+    Args:
+        document_ids: (b, s); rows have documents of their own.
+
+    Returns:
+        (n + 1,) int32: 0, the end of each document in order, and b x s again and again up to one more than a power of two, so that few
+        different sizes occur.
+    """
+    is_first = np.ones(document_ids.shape, dtype=bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    begins = np.flatnonzero(is_first)
+    ends = np.full((1 << max(4, (len(begins) - 1).bit_length())) + 1, document_ids.size, dtype=np.int32)
+    ends[: len(begins)] = begins
+    return ends
 
 
 def collate(
@@ -122,11 +142,13 @@ def collate(
             padded = True
             position_ids[row, length:] = np.arange(width - length)
             document_ids[row, length:] = last + 1
+    unmasked = single and (multiple_of > 1 or not padded)
     batch = MicroBatch(
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(position_ids),
-        document_ids=None if single and (multiple_of > 1 or not padded) else torch.from_numpy(document_ids),
+        document_ids=None if unmasked else torch.from_numpy(document_ids),
+        document_ends=None if unmasked else torch.from_numpy(document_ends(document_ids)),
         num_label_tokens=int(np.count_nonzero(labels[:, 1:] != IGNORE)),
         single_documents=single,
         source_ids=None if source_ids is None else torch.tensor(list(source_ids), dtype=torch.int64),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -42,6 +43,8 @@ def _kept_operations() -> tuple[frozenset[Any], frozenset[Any]]:
     flex = getattr(torch.ops.higher_order, "flex_attention", None)
     if flex is not None:
         attention.append(flex)
+    importlib.import_module("torch.nn.attention.varlen")  # makes its operator known
+    attention.append(torch.ops.torch_attn._varlen_attn.default)
     return frozenset(attention), frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default))
 
 

@@ -233,6 +233,9 @@ def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
         elif importlib.util.find_spec("flash_attn") is None:
             fix = "pip install flash-attn --no-build-isolation, or --attn_implementation sdpa"
             yield Finding("error", "--attn_implementation", f"{attention} needs the package flash-attn", fix)
+    elif attention == "varlen":
+        if precision == "fp32" and on_gpu:
+            yield Finding("error", "--attn_implementation", f"{attention} has no fp32", "--precision bf16, or --attn_implementation sdpa")
     elif attention == "flash_attention":
         yield Finding("error", "--attn_implementation", "flash_attention is not known", "did you mean flash_attention_2?")
     if model.torch_compile and model.no_custom_kernels:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness import varlen_attention
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
@@ -277,8 +278,13 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     if scratch:
         fit_vocabulary(config, tokenizer, args)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": args.trust_remote_code}
+    isolate_packed_documents()
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
+        if args.attn_implementation == varlen_attention.NAME:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            if refused := list(varlen_attention.findings(config.get_text_config(), device)):
+                raise UserError(refused)
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -293,7 +299,6 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     source = None if scratch else weights_folder(args)
-    isolate_packed_documents()
     return EmptyModel(model, model.config, source, dtype, seed)
 
 
@@ -488,28 +493,34 @@ def initialise(model: Any, modules: list[nn.Module], seed: int, index: int, devi
 
 # --------------------------------------------------------------------------------------------------- documents and checkpointing
 
-_document_ids: Tensor | None = None
+_documents: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def isolate_packed_documents() -> None:
-    """Lets transformers' mask code take the documents of a pack from us.
+    """Lets transformers' mask code take the documents of a pack from us, and knows our attention of documents.
 
     It would find them itself from the positions, reading the GPU once a forward; and it would find none where padding follows.
     """
     from transformers import masking_utils
 
-    masking_utils.find_packed_sequence_indices = lambda position_ids: _document_ids
+    masking_utils.find_packed_sequence_indices = lambda position_ids: _documents[0]
+    varlen_attention.register(lambda: (_documents[1], _documents[0] is not None))
 
 
 @contextlib.contextmanager
-def documents(document_ids: Tensor | None) -> Iterator[None]:
-    """Within, attention does not cross documents. document_ids: (batch, seq) int, or None for plain causal attention."""
-    global _document_ids
-    previous, _document_ids = _document_ids, document_ids
+def documents(document_ids: Tensor | None, document_ends: Tensor | None = None) -> Iterator[None]:
+    """Within, attention does not cross documents.
+
+    Args:
+        document_ids: (batch, seq) int, or None for plain causal attention.
+        document_ends: `harness.batches.document_ends` of them, for the attention that takes no mask.
+    """
+    global _documents
+    previous, _documents = _documents, (document_ids, document_ends)
     try:
         yield
     finally:
-        _document_ids = previous
+        _documents = previous
 
 
 def can_isolate(model: nn.Module) -> bool:

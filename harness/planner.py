@@ -59,7 +59,7 @@ def _parser() -> FindingParser:
     add("--optim_in_backward", action="store_true", help="parameters are updated in backward, and their gradients freed")
     add("--activation_checkpointing", choices=["none", "selective", "full"], help="keep this one (default: all are tried)")
     add("--loss_chunk_size", type=int, default=1024, help="tokens whose logits exist at once in the loss; 0: all")
-    add("--attn_implementation", default="sdpa", choices=["sdpa", "eager", "flash_attention_2", "flex_attention"])
+    add("--attn_implementation", default="sdpa", choices=["sdpa", "eager", "flash_attention_2", "flex_attention", "varlen"])
     add("--document_isolation", type=_boolean, default=True, metavar="BOOL", help="documents of a pack do not see each other: needs a mask")
     add("--optimizer_offload", type=float, help="keep this share of the optimizer states on the host")
     add("--param_offload", choices=["none", "cpu", "nvme"], help="keep parameters there")
@@ -189,7 +189,7 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
         "checkpointing": ["none", pinned] if pinned not in (None, "none") else (["none"] if pinned else ["none", "selective", "full"]),
         "loss_chunks": chunks,
         "lora": lora,
-        # flash and flex attention keep documents apart without a mask in memory
+        # flash, flex and varlen attention keep documents apart without a mask in memory
         "documents": options.document_isolation and options.attn_implementation in ("sdpa", "eager"),
         "weights": modes,
         "sequence_parallel_size": options.sequence_parallel_size,
@@ -351,7 +351,7 @@ def report(options: argparse.Namespace, measured: Measured, hardware: Hardware, 
     learnt = shown.factors.describe() if shown.factors is not None else ""
     notes = [learnt] if learnt else []
     notes += [f"not measured, closed form instead: {failure}" for failure in measured.failures]
-    if options.attn_implementation in ("flash_attention_2", "flex_attention"):
+    if options.attn_implementation in ("flash_attention_2", "flex_attention", "varlen"):
         notes.append(f"{options.attn_implementation} is taken to keep what sdpa keeps without a mask")
     if options.use_liger_kernel:
         notes.append("what Liger's layers save is a closed form")

@@ -11,12 +11,12 @@ import time
 import numpy as np
 import pytest
 
-from harness.batches import IGNORE, collate, make_sample
+from harness.batches import IGNORE, collate, document_ends, make_sample
 from harness.data import prepare_data
 from tests.data_tokenizers import byte_tokenizer
 
 COMPILED_FLEX = pytest.param("flex_attention, compiled", marks=pytest.mark.slow)
-ATTENTION = ["sdpa", "eager", "flex_attention", COMPILED_FLEX]
+ATTENTION = ["sdpa", "eager", "varlen", "flex_attention", COMPILED_FLEX]
 A1, A2, B = [5, 6, 7, 8, 9], [15, 16, 17, 18, 19], [30, 31, 32, 33]
 
 
@@ -58,7 +58,7 @@ def token_losses(attention, batch):
     name, _, compiled = attention.partition(", ")
     # The same masks, without minutes of compiling.
     stance = torch.compiler.set_stance("default" if compiled else "force_eager")
-    with torch.no_grad(), modeling.documents(batch.document_ids), stance:
+    with torch.no_grad(), modeling.documents(batch.document_ids, batch.document_ends), stance:
         logits = tiny_llama(name)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=IGNORE
@@ -77,8 +77,10 @@ def test_a_document_does_not_change_another_ones_loss_to_the_last_bit(attention)
     assert losses[0][0, len(A1) + len(B) - 1 :].tolist() == [0] * 7  # padding
     joined = collate([pack(A1, B)], pad_id=0)
     joined.document_ids.zero_()
+    joined.document_ends = torch.from_numpy(document_ends(joined.document_ids.numpy()))
     other = collate([pack(A2, B)], pad_id=0)
     other.document_ids.zero_()
+    other.document_ends = torch.from_numpy(document_ends(other.document_ids.numpy()))
     assert not torch.equal(token_losses(attention, joined)[:, of_b], token_losses(attention, other)[:, of_b])  # the test can fail
 
 
@@ -92,7 +94,7 @@ def test_packed_documents_have_the_losses_of_each_alone(attention):
     torch.testing.assert_close(packed[0, : len(expected)], expected, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
 def test_padding_alone_needs_no_mask(attention):
     """What `single_documents` promises: with one document per row, plain causal attention gives the same real tokens."""
     import torch
@@ -100,8 +102,72 @@ def test_padding_alone_needs_no_mask(attention):
     batch = collate([pack(A1), pack(B)], pad_id=3)
     assert batch.single_documents
     masked = token_losses(attention, batch)
-    batch.document_ids = None
+    batch.document_ids = batch.document_ends = None
     torch.testing.assert_close(token_losses(attention, batch), masked, rtol=0, atol=2e-6)
+
+
+def test_where_documents_end():
+    ids = np.array([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]], dtype=np.int32)
+    assert document_ends(ids).tolist() == [0, 2, 5, 6, *[12] * 13]
+    assert len(document_ends(np.arange(16).reshape(1, 16))) == 17
+    assert len(document_ends(np.arange(17).reshape(1, 17))) == 33
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "deepseek_v3"])
+def test_attention_without_a_mask_is_that_with_one(model_type):
+    """Windows of 3 and 5 tokens, scores scaled otherwise, values of another width than keys; losses and gradients."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from harness import modeling
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
+    own = {
+        "mistral": {"num_key_value_heads": 2, "sliding_window": 3, "head_dim": 8},
+        "gemma3_text": {"num_key_value_heads": 1, "sliding_window": 5, "head_dim": 16, "query_pre_attn_scalar": 7},
+        "deepseek_v3": {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        },
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **sizes, **own[model_type])
+    modeling.isolate_packed_documents()
+    found = []
+    batch = collate([pack(A1, B, A2), pack(B, A1)], pad_id=0)
+    for attention in ("sdpa", "varlen"):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        rows = []
+        for micro in (batch, collate([pack(A1 + A2)], pad_id=0)):
+            with modeling.documents(micro.document_ids, micro.document_ends):
+                model(input_ids=micro.input_ids, position_ids=micro.position_ids, labels=micro.labels, use_cache=False).loss.backward()
+            rows.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]))
+            model.zero_grad()
+        found.append(rows)
+    for masked, plain in zip(*found, strict=True):
+        torch.testing.assert_close(plain, masked, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "message"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "varlen: the model has dropout in its attention (attention_dropout)"),
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "varlen: the model has capped scores"),
+        ("gpt_oss", {}, "varlen: the model has sinks"),
+        ("llama4_text", {"attention_chunk_size": 8}, "varlen: the model attends within chunks"),
+        ("llama", {}, ""),
+    ],
+)
+def test_what_attention_without_a_mask_has_not_is_refused(model_type, sizes, message):
+    from transformers import AutoConfig
+
+    from harness import varlen_attention
+
+    config = AutoConfig.for_model(model_type, **sizes)
+    found = [finding.message for finding in varlen_attention.findings(config, "cpu")]
+    assert len(found) == bool(message) and message in "".join(found)
+    wide = AutoConfig.for_model("llama", head_dim=512)
+    assert "heads of 512" in next(varlen_attention.findings(wide, "cuda")).message
 
 
 def _rank(rank, folder, delay_s, limit_s, fail):

@@ -160,11 +160,11 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 def micro_batch_loss(call: Callable[..., Tensor], micro: MicroBatch, device: torch.device) -> Tensor:
     """Sum of token losses of a micro-batch: copies it to the device without waiting and calls the model with labels."""
-    ids, tokens, positions, labels = (
+    ids, ends, tokens, positions, labels = (
         None if tensor is None else tensor.to(device, non_blocking=True)
-        for tensor in (micro.document_ids, micro.input_ids, micro.position_ids, micro.labels)
+        for tensor in (micro.document_ids, micro.document_ends, micro.input_ids, micro.position_ids, micro.labels)
     )
-    with documents(ids):
+    with documents(ids, ends):
         return call(input_ids=tokens, position_ids=positions, labels=labels, **reporting(micro))
 
 

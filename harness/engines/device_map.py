@@ -135,15 +135,16 @@ class DeviceMapEngine:
             torch.set_autocast_enabled(self.device.type, True)
             torch.set_autocast_dtype(self.device.type, self.dtype)
 
-    def _place(self, micro: MicroBatch) -> tuple[dict[str, Any], Tensor | None]:
-        """A micro-batch on its devices: tokens where the embedding is, labels where the head is."""
+    def _place(self, micro: MicroBatch) -> tuple[dict[str, Any], list[Tensor | None]]:
+        """A micro-batch on its devices: tokens, and what `documents` takes, where the embedding is, labels where the head is."""
         start, end = torch_device(self.pipeline.input_device), torch_device(self.pipeline.head_device)
         inputs = {
             "input_ids": micro.input_ids.to(start, non_blocking=True),
             "position_ids": micro.position_ids.to(start, non_blocking=True),
             "labels": micro.labels.to(end, non_blocking=True),
         }
-        return inputs | reporting(micro), None if micro.document_ids is None else micro.document_ids.to(start, non_blocking=True)
+        apart = (micro.document_ids, micro.document_ends)
+        return inputs | reporting(micro), [None if each is None else each.to(start, non_blocking=True) for each in apart]
 
     def install_votes(self, check: Callable[[], None]) -> None:
         """One process has nobody to agree with."""
@@ -153,10 +154,10 @@ class DeviceMapEngine:
         micros = batch.micro_batches(self.settings.micro_batch_size)
         sums: list[Tensor | None] = [None] * len(micros)
 
-        def loss_of(index: int, inputs: dict[str, Any], document_ids: Tensor | None) -> Callable[[], Tensor]:
+        def loss_of(index: int, inputs: dict[str, Any], apart: list[Tensor | None]) -> Callable[[], Tensor]:
             def loss() -> Tensor:
                 self._compute_in_dtype()
-                with documents(document_ids):
+                with documents(*apart):
                     total = self.module(**inputs)
                 sums[index] = total.detach()
                 return self.scaler.scale(total * scale)
@@ -191,10 +192,10 @@ class DeviceMapEngine:
     def eval_loss(self, micro: MicroBatch) -> Tensor:
         self.module.eval()
         try:
-            inputs, document_ids = self._place(micro)
+            inputs, apart = self._place(micro)
             plain = self.dtype == torch.float32
             autocast = contextlib.nullcontext() if plain else torch.autocast(self.device.type, self.dtype)
-            with self.pipeline.whole_forward(), documents(document_ids), autocast:
+            with self.pipeline.whole_forward(), documents(*apart), autocast:
                 return self.module(**inputs).to(self.device, non_blocking=True)
         finally:
             self.module.train()

@@ -135,6 +135,45 @@ def test_compiled_layers_train_like_plain_ones(alone: Any) -> None:
     assert plain[-1] < plain[0] - 0.1
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", ["", "model_type=mistral"])
+def test_documents_without_a_mask_train_like_with_one(alone: Any, checkpointing: str, model: str) -> None:
+    """Compiled layers under FSDP2; mistral has a window smaller than a row."""
+    from harness.batches import make_sample, make_step_batch
+
+    flags = ["--fsdp", "full_shard", "--activation_checkpointing", checkpointing]
+    if model:
+        flags += ["--model_type", "mistral", "--config_overrides", f"{OVERRIDES},sliding_window=32,head_dim=32"]
+    masked, plain = build(alone, "fsdp", *flags), build(alone, "fsdp", *flags, "--attn_implementation", "varlen")
+
+    def packed(number: int) -> Any:
+        samples = []
+        for row in np.random.default_rng(number).integers(0, 259, (4, 256)):
+            sample = make_sample(row)
+            sample["document_ids"] = np.repeat(np.arange(3, dtype=np.int32), [100, 26 + number, 130 - number])
+            sample["position_ids"] = np.concatenate([np.arange(n) for n in (100, 26 + number, 130 - number)])
+            samples.append(sample)
+        return make_step_batch(samples, 0.0, pin_memory=True)
+
+    found = []
+    for made in (masked, plain):
+        rows = []
+        for number in range(6):
+            rows.append(float(made.forward_backward(packed(number), 1020)) / 1020)
+            made.step()
+        found.append(rows)
+    assert found[1] == pytest.approx(found[0], rel=2e-3)
+    assert plain.blocks.is_compiled
+    other = packed(7)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        plain.forward_backward(other, 1020)
+        plain.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_float8_trains_like_bf16(alone: Any) -> None:
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
