@@ -37,10 +37,10 @@ def build(alone: Any, engine: str, *flags: str, kernels: bool = False) -> Any:
     return build_engine(engine, args, alone, empty, initial_settings(args, engine), "bf16", 100)[0]
 
 
-def batch(number: int = 0) -> Any:
+def batch(number: int = 0, num_tokens: int = 256) -> Any:
     from harness.batches import make_sample, make_step_batch
 
-    ids = np.random.default_rng(number).integers(0, 259, (4, 256))
+    ids = np.random.default_rng(number).integers(0, 259, (4, num_tokens))
     return make_step_batch([make_sample(row) for row in ids], 0.0, pin_memory=True)
 
 
