@@ -74,6 +74,13 @@ def in_backward_findings(engine: str, num_processes: int, precision: str, *, off
         yield Finding("error", _FLAG, "frees nothing where weights live in host memory: their gradients do too", "leave one of the two out")
 
 
+def accumulation_findings(accumulation: int) -> Iterator[Finding]:
+    """Where updates in backward would leave gradients of a whole step in memory all the same."""
+    if accumulation > 1:
+        message = f"frees nothing with {accumulation} micro-batches in a step: gradients of all but the last one stay"
+        yield Finding("error", _FLAG, message, "one larger micro-batch, --gradient_accumulation_steps 1")
+
+
 def _settings_findings(train: TrainArguments, num_processes: int) -> Iterator[Finding]:
     if train.optim not in _IN_BACKWARD:
         message = f"--optim {train.optim} cannot leave out an update of one parameter"
@@ -87,6 +94,4 @@ def _settings_findings(train: TrainArguments, num_processes: int) -> Iterator[Fi
     accumulation = train.gradient_accumulation_steps
     if train.target_batch_size is not None:
         accumulation = train.target_batch_size // max(1, train.per_device_train_batch_size * num_processes)
-    if accumulation > 1:
-        message = f"frees nothing with {accumulation} micro-batches in a step: gradients of all but the last one stay"
-        yield Finding("error", _FLAG, message, "one larger micro-batch, --gradient_accumulation_steps 1")
+    yield from accumulation_findings(accumulation)

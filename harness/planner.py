@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
 from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, known_card
-from harness.check_savers import in_backward_findings, optimizer_findings
+from harness.check_savers import accumulation_findings, in_backward_findings, optimizer_findings
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.ladder import MemorySettings
@@ -223,6 +223,8 @@ def _given(options: argparse.Namespace, engine: EngineName) -> tuple[MemorySetti
         pinned.add("optimizer_offload")
     if options.param_offload is not None and engine in ("fsdp", "zero3"):
         pinned.add("param_offload")
+    if options.optim_in_backward:  # of several micro-batches in a step all but the last would keep their gradients
+        pinned.add("micro_batch_size")
     given = MemorySettings(
         micro_batch_size=options.per_device_train_batch_size,
         activation_checkpointing=options.activation_checkpointing or "none",
@@ -259,6 +261,7 @@ def _engines(options: argparse.Namespace, num_gpus: int) -> list[EngineName]:
         found = list(optimizer_findings(options.optim, family))
         if options.optim_in_backward:
             found += in_backward_findings(family, num_gpus, options.precision, offloads=offloads)
+            found += accumulation_findings(options.gradient_accumulation_steps)
         return found
 
     able = [engine for engine in engines if not problems(engine)]

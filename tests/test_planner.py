@@ -89,6 +89,10 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         ("--model a --engine ddp --param_offload cpu", "--param_offload: ddp keeps whole weights on the card"),
         ("--model a --gpu H100 --engine zero3 --optim adamw_bf16", "--optim: adamw_bf16 is not for DeepSpeed"),
         ("--model a --gpu H100 --num_gpus 2 --engine ddp --optim_in_backward", "--optim_in_backward: is not for DDP"),
+        (
+            "--model a --gpu H100 --num_gpus 2 --optim_in_backward --gradient_accumulation_steps 4",
+            "--optim_in_backward: frees nothing with 4 micro-batches",
+        ),
         ("--model a --lora_r 0", "--lora_r: must be at least 1, not 0"),
         ("--model a --gpu_mem 80GB", "--gpu_mem: unknown argument -> did you mean --gpu_memory?"),
         (
@@ -345,6 +349,8 @@ def test_savers_leave_the_engines_that_have_them(no_measuring: Any, capsys: pyte
     assert set(half) == {"command", "ddp", "fsdp", "fsdp + offload"}
     inside = plans("--optim adamw_bf16 --optim_in_backward --per_device_train_batch_size 1")
     assert set(inside) == {"command", "fsdp"} and "--optim adamw_bf16 --optim_in_backward --max_grad_norm 0" in inside["command"]
+    whole = plans("--optim_in_backward --per_device_train_batch_size 4")["command"]  # cut in two it would free nothing
+    assert "--per_device_train_batch_size 4 --gradient_accumulation_steps 1" in whole
     after = plans("--optim adamw_bf16 --per_device_train_batch_size 1")["fsdp"]
     phases = [
         {phase["name"]: phase["parts"].get("gradients", 0.0) for phase in each["estimate"]["phases"]} for each in (after, inside["fsdp"])
