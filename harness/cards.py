@@ -44,6 +44,11 @@ def card_of_size(num_bytes: float) -> str:
     return min(CARDS, key=lambda card: (abs(CARDS[card][0] - num_bytes / GIB), card != "H100"))
 
 
+def is_size_of(name: str, num_bytes: float) -> bool:
+    """Whether a known card has about this memory: what is given to its label, or what CUDA shows of it."""
+    return abs(CARDS[name][0] * GIB / num_bytes - 1) < 0.1
+
+
 def known_card(name: str) -> str | None:
     """The key of `CARDS` for a card as its driver calls it ("NVIDIA H100 80GB HBM3"); None for an unknown one."""
     words = set(name.upper().replace("-", " ").split())

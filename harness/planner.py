@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
-from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, known_card
+from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, is_size_of, known_card
 from harness.check_savers import accumulation_findings, in_backward_findings, optimizer_findings
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
@@ -334,7 +334,9 @@ def report(options: argparse.Namespace, measured: Measured, hardware: Hardware, 
     """The plan for people."""
     best = best_of(plans)
     shown = best or min((plan for _, plan in plans), key=lambda plan: plan.smallest.need_bytes(plan.figure))
-    blocks = [format_job(measured, shown.given.run, shown.limits, hardware.name)]
+    is_named = bool(options.gpu) or not options.gpu_memory or is_size_of(hardware.name, shown.limits.gpu_bytes)
+    card = hardware.name if is_named else f"card, as fast as a {hardware.name},"
+    blocks = [format_job(measured, shown.given.run, shown.limits, card)]
     if len(plans) > 1:
         blocks.append(format_comparison(plans))
     given = shown.given

@@ -339,6 +339,19 @@ def test_auto_compares_engines_with_and_without_offload(no_measuring: list[dict[
     assert [request["weights"] for request in no_measuring] == [["autocast", "bf16"]]
 
 
+@pytest.mark.parametrize(
+    ("words", "card"),
+    [
+        ("--gpu_memory 80GB", "8 x H100 with 78.8 GiB"),
+        ("--gpu_memory 8GB", "8 x card, as fast as a T4, with 7.9 GiB"),
+        ("--gpu H100 --gpu_memory 10GB", "8 x H100 with 9.8 GiB"),  # a part of one
+    ],
+)
+def test_a_card_is_named_only_where_it_is_one(words: str, card: str, no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    planner.main(["--model", "a", "--num_gpus", "8", "--engine", "fsdp", *words.split()])
+    assert card in capsys.readouterr().out.splitlines()[1]
+
+
 def test_savers_leave_the_engines_that_have_them(no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def plans(words: str) -> dict[str, Any]:
         planner.main(["--model", "a", "--gpu", "H100", "--num_gpus", "8", "--block_size", "4096", "--json", *words.split()])
