@@ -281,17 +281,17 @@ def _absent(store: dist.Store, sign: str, ranks: Iterable[int], timeout_s: float
     return absent
 
 
-def compare_nodes(store: dist.Store, rank: int, local_rank: int, size: int, facts: Mapping[str, Any], timeout_s: float) -> list[Finding]:
-    """What differs between the nodes of a job and is no reason to stop; the same on every rank.
+def compare_ranks(store: dist.Store, rank: int, size: int, facts: Mapping[str, Any], timeout_s: float) -> list[Finding]:
+    """What differs between the nodes and ranks of a job and is no reason to stop; the same on every rank.
 
     Raises:
         UserError: what is one: sizes, versions, code or arguments differ.
         PeerFailedError: a rank said nothing within the limit.
     """
     try:
-        findings = node_facts.agree(store, rank, local_rank, size, facts, timeout_s)
+        findings = node_facts.agree(store, rank, size, facts, timeout_s)
     except RuntimeError as error:
-        raise PeerFailedError(f"comparing the nodes failed on rank {rank}: {str(error).splitlines()[0]}") from None
+        raise PeerFailedError(f"comparing the ranks failed on rank {rank}: {str(error).splitlines()[0]}") from None
     if has_errors(findings):
         raise UserError(findings)
     return findings
@@ -303,10 +303,10 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0, arguments: Mappin
     Args:
         use_cpu: compute on the CPU although there are GPUs.
         timeout_s: limit for collectives and barriers, seconds.
-        arguments: the run's; nodes whose arguments differ are refused.
+        arguments: the run's; ranks whose arguments differ are refused.
 
     Raises:
-        UserError: more local processes than GPUs, or nodes that differ in what must be the same.
+        UserError: more local processes than GPUs, or nodes or ranks that differ in what must be the same.
         PeerFailedError: not all ranks came; names those that did not.
     """
     environ = os.environ
@@ -332,9 +332,10 @@ def start(*, use_cpu: bool = False, timeout_s: float = 1800.0, arguments: Mappin
     store: dist.Store | None = None
     if "MASTER_ADDR" in environ and "RANK" in environ:
         store = meet(rank, size, timeout_s)
-        if node_facts.of_several_nodes(environ):  # before the first collective, which may hang where they differ
-            facts = node_facts.facts_of_this_node(arguments or {}) if local_rank == 0 else {}
-            findings = compare_nodes(store, rank, local_rank, size, facts, timeout_s)
+        if size > 1:  # before the first collective, which may hang where they differ
+            speaks = node_facts.of_several_nodes(environ) and local_rank == 0
+            facts = (node_facts.facts_of_this_node if speaks else node_facts.facts_of_this_process)(arguments or {})
+            findings = compare_ranks(store, rank, size, facts, timeout_s)
             for finding in findings if rank == 0 else []:
                 log.warning("%s", finding.line())
         dist.init_process_group(store=store, rank=rank, world_size=size, **options)

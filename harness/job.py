@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
+import json
 import logging
 import platform
 import random
@@ -27,7 +29,7 @@ from harness.engines.base import Engine, compute_dtype, materialise_optimizer
 from harness.engines.build import build_engine, master_dtype, resolve_precision, spread_over_cards
 from harness.evaluation import Evaluator
 from harness.export import export_model, model_card, write_model_files
-from harness.findings import UserError, user_error
+from harness.findings import Finding, UserError, user_error
 from harness.lora import BASE_FOLDER, adapter_facts, base_weights, check_first_update, export_adapter, untrained_flags, write_r_check
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
@@ -83,23 +85,51 @@ def agree(coordinator: Coordinator, function: Any, *args: Any) -> Any:
 
 
 def check_shared(folder: Path, coordinator: Coordinator, limit_s: float = 60.0) -> None:
-    """Every node must see what the main process has written into the run's folder: each writes its part of a checkpoint there.
+    """Every rank must see what the main process has written into the run's folder: each writes its part of a checkpoint there.
 
     Args:
         limit_s: how long a network file system may take to show it.
 
     Raises:
-        UserError: on all ranks, where a node does not.
+        UserError: on all ranks, where one does not.
     """
     mark = coordinator.broadcast(run_folder.mark_of(folder) if coordinator.is_main_process else "")
-    is_blind = coordinator.is_local_main_process and not run_folder.shows_mark(folder, mark, limit_s)
-    blind = [node for node in coordinator.gather(platform.node() if is_blind else None) if node is not None]
+    is_blind = not run_folder.shows_mark(folder, mark, limit_s)
+    told = coordinator.gather((platform.node(), str(folder.absolute())) if is_blind else None)
+    blind = [f"rank {rank} ({node}: {path})" for rank, (node, path) in ((rank, each) for rank, each in enumerate(told) if each is not None)]
     if blind:
+        shown = ", ".join(blind[:4]) + (f" and {len(blind) - 4} more" if len(blind) > 4 else "")
         raise user_error(
             "--output_dir",
-            f"{folder} on {', '.join(blind)} is another folder than on the first node",
-            "a folder on a disk that all nodes share",
+            f"{folder} is another folder than rank 0's on {shown}",
+            "a folder that all ranks share: an absolute path, on a disk that all nodes see",
         )
+
+
+def check_same(coordinator: Coordinator, config: Any, tokenizer: Any, data: Any) -> None:
+    """Every rank must have found the same under the names of its arguments: a node may have another copy.
+
+    Raises:
+        UserError: on all ranks, naming the first one that has not.
+    """
+
+    def digest(value: Any) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    own = {
+        "--model_name_or_path": ("the model's config.json", digest(config.to_dict())),
+        "--tokenizer_name": ("the tokenizer's vocabulary", digest(tokenizer.get_vocab())),
+        "--train_file": ("the training data", str(getattr(data, "fingerprint", ""))),
+    }
+    told = coordinator.gather((platform.node(), own))
+    wrong: list[Finding] = []
+    for key, (what, first) in told[0][1].items():
+        others = [f"rank {rank} ({node})" for rank, (node, each) in enumerate(told) if each[key][1] != first]
+        if others:
+            message = f"{what} on {', '.join(others[:4])} {'is' if len(others) == 1 else 'are'} not what rank 0 has ({told[0][0]})"
+            wrong.append(Finding("error", key, message, "the same files on all nodes"))
+    if wrong:
+        raise UserError(wrong)
 
 
 def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: contextlib.ExitStack) -> None:
@@ -121,7 +151,7 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
         return findings
 
     findings = agree(coordinator, take)
-    if coordinator.num_local_processes < coordinator.num_processes:
+    if coordinator.num_processes > 1:
         check_shared(folder, coordinator)
     setup_logging(folder, debug=args.train.debug)
     for finding in findings:
@@ -160,6 +190,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
             is_local_main=coordinator.is_local_main_process,
             **({} if train_dataset is None else {"train_dataset": train_dataset}),
         )
+    check_same(coordinator, config, tokenizer, prepared.train)
     for finding in prepared.findings:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "%s", finding.line())
     loader, plan = _plan(args, prepared, tokenizer, coordinator)

@@ -1,7 +1,8 @@
-"""What must be the same on all nodes of a job, compared before anything is computed.
+"""What must be the same on all nodes and ranks of a job, compared before anything is computed.
 
-Each node has an installation, a clone and an environment of its own. Where they differ, a job hangs in its first collective or, worse,
-trains something else on one node. So every node says what it has through the job's store, and rank 0 says to all what differs.
+Each node has an installation, a clone and an environment of its own, and each rank its arguments and what it finds in files. Where they
+differ, a job hangs in its first collective or, worse, trains something else on one rank. So everyone says what it has through the job's
+store, and rank 0 says to all what differs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCHINDUCTOR_", "PY
 _OF_ONE_NODE = ("IFNAME", "_HCA", "_DEBUG", "_DEBUG_FILE", "_FILE", "_DIR", "_PATH", "_PORT", "_ADDR")
 # Arguments that launchers set for each process.
 _OF_ONE_PROCESS = ("local_rank",)
+_SETTINGS_FILES = (".json", ".yaml", ".yml", ".jinja")
+_MAX_SETTINGS_BYTES = 1 << 20
 _KEY = "node_facts"
 _VERDICT = "node_facts/verdict"
 # How much longer than rank 0 the others wait: it has to notice first.
@@ -50,6 +53,28 @@ def code_digests(package: Path | None = None) -> dict[str, str]:
     return {str(path.relative_to(package)): hashlib.sha256(path.read_bytes()).hexdigest()[:12] for path in files}
 
 
+def facts_of_this_process(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What each rank has for itself, as JSON.
+
+    Args:
+        arguments: the run's, as resolved here.
+    """
+    known = {name: value for name, value in arguments.items() if name not in _OF_ONE_PROCESS}
+    return {"node": socket.gethostname(), "arguments": known, "files": _digests(known)}
+
+
+def _digests(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Of the settings files that arguments name."""
+    found = {}
+    for name, value in arguments.items():
+        if isinstance(value, str) and value.endswith(_SETTINGS_FILES):
+            with contextlib.suppress(OSError, ValueError):
+                path = Path(value)
+                if path.is_file() and path.stat().st_size < _MAX_SETTINGS_BYTES:
+                    found[name] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return found
+
+
 def facts_of_this_node(arguments: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What this node has, as JSON.
 
@@ -62,25 +87,25 @@ def facts_of_this_node(arguments: Mapping[str, Any], environ: Mapping[str, str] 
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     settings = {name: value for name, value in environ.items() if name.startswith(_PREFIXES) and not name.endswith(_OF_ONE_NODE)}
-    return {
-        "node": socket.gethostname(),
-        "num_processes": num_local_processes(environ, 1),
-        "versions": versions,
-        "code": code_digests(),
-        "environment": settings,
-        "arguments": {name: value for name, value in arguments.items() if name not in _OF_ONE_PROCESS},
-    }
+    own = {"num_processes": num_local_processes(environ, 1), "versions": versions, "code": code_digests(), "environment": settings}
+    return facts_of_this_process(arguments) | own
 
 
 def compare(facts: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """What differs from the first node's facts.
+    """What differs from the first rank's facts.
 
     Args:
-        facts: of each node, by the rank of its first process.
+        facts: of each node, by the rank of its first process; and of other ranks, what is their own.
     """
-    ranks = sorted(facts)
-    first = facts[ranks[0]]
+    first = facts[min(facts)]
     findings: list[Finding] = []
+    for rank in sorted(facts):
+        is_here = facts[rank]["node"] == first["node"]
+        names = [f"rank {each}" if is_here else _name(facts, each) for each in (min(facts), rank)]
+        findings += _differences_of_a_rank(first, facts[rank], *names)
+    ranks = [rank for rank in sorted(facts) if "versions" in facts[rank]]
+    if len(ranks) < 2:
+        return findings
     sizes = [facts[rank]["num_processes"] for rank in ranks]
     if len(set(sizes)) > 1:
         shown = ", ".join(f"{facts[rank]['num_processes']} on {_name(facts, rank)}" for rank in ranks)
@@ -94,6 +119,18 @@ def _name(facts: Mapping[int, Mapping[str, Any]], rank: int) -> str:
     return f"{facts[rank]['node']} (rank {rank})"
 
 
+def _differences_of_a_rank(first: Mapping[str, Any], other: Mapping[str, Any], here: str, there: str) -> list[Finding]:
+    findings: list[Finding] = []
+    unequal = _unequal(first["arguments"], other["arguments"])
+    for name, ours, theirs in unequal:
+        findings.append(Finding("error", f"--{name}", f"{ours!r} on {here}, {theirs!r} on {there}", "the same command everywhere"))
+    for name, _, _ in _unequal(first["files"], other["files"]):
+        if name not in {argument for argument, _, _ in unequal}:
+            message = f"{other['arguments'][name]} on {there} is not the file that {here} has"
+            findings.append(Finding("error", f"--{name}", message, "the same file everywhere"))
+    return findings
+
+
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any], here: str, there: str) -> list[Finding]:
     findings: list[Finding] = []
     for name, ours, theirs in _unequal(first["versions"], other["versions"]):
@@ -103,8 +140,6 @@ def _differences(first: Mapping[str, Any], other: Mapping[str, Any], here: str, 
     if files:
         shown = ", ".join(files[:4]) + (f" and {len(files) - 4} more" if len(files) > 4 else "")
         findings.append(Finding("error", "harness", f"the code on {there} is not that on {here}: {shown}", "the same commit on all nodes"))
-    for name, ours, theirs in _unequal(first["arguments"], other["arguments"]):
-        findings.append(Finding("error", f"--{name}", f"{ours!r} on {here}, {theirs!r} on {there}", "the same command on all nodes"))
     for name, ours, theirs in _unequal(first["environment"], other["environment"]):
         message = f"{'not set' if ours is None else ours} on {here}, {'not set' if theirs is None else theirs} on {there}"
         findings.append(Finding("warning", name, message, "pass it to all nodes, or to none"))
@@ -116,8 +151,8 @@ def _unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[tuple[s
     return [(name, ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)]
 
 
-def agree(store: Store, rank: int, local_rank: int, size: int, facts: Mapping[str, Any], timeout_s: float) -> list[Finding]:
-    """Compares all nodes' facts; called by every rank of a job on several nodes, before its first collective.
+def agree(store: Store, rank: int, size: int, facts: Mapping[str, Any], timeout_s: float) -> list[Finding]:
+    """Compares all ranks' facts; called by every rank of a job, before its first collective.
 
     Returns:
         The same findings on every rank.
@@ -126,11 +161,11 @@ def agree(store: Store, rank: int, local_rank: int, size: int, facts: Mapping[st
         RuntimeError: a rank did not say its part within the limit.
     """
     limit = timedelta(seconds=timeout_s)
-    store.set(f"{_KEY}/{rank}", json.dumps(facts if local_rank == 0 else None, default=str))
+    store.set(f"{_KEY}/{rank}", json.dumps(facts, default=str))
     if rank == 0:
         store.wait([f"{_KEY}/{other}" for other in range(size)], limit)
         told = {other: json.loads(store.get(f"{_KEY}/{other}")) for other in range(size)}
-        findings = compare({other: each for other, each in told.items() if each is not None})
+        findings = compare(told)
         store.set(_VERDICT, json.dumps([vars(finding) for finding in findings]))
     store.wait([_VERDICT], limit + timedelta(seconds=VERDICT_MARGIN_S))
     return [Finding(**each) for each in json.loads(store.get(_VERDICT))]

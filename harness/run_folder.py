@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -83,6 +84,12 @@ FREE_ARGUMENTS = frozenset(
         "max_steps",
         "num_train_epochs",
     ]
+)
+
+
+# What is in the folder of a run that ended, or was killed, before config.json.
+_OF_A_START = re.compile(
+    r"\.lock|\.writable|train\.log|config\.json\.tmp|(exit|ladder|plan)\.json(\.tmp)?|(stacks|nccl)-rank-\d+(\.txt)?(\.tmp)?"
 )
 
 
@@ -161,7 +168,7 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
     if args.train.overwrite_output_dir:
         return _move_aside(folder)
     earlier = folder / "config.json"
-    if earlier.exists():
+    if earlier.exists() and _is_of_a_run(earlier):
         differences = _differences(earlier, args)
         if differences and args.train.force_resume:
             return [Finding("warning", "--force_resume", f"going on although arguments have changed: {', '.join(differences)}")]
@@ -173,7 +180,7 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
                 "choose another folder, --force_resume to go on with what is changed, or --overwrite_output_dir to move that run aside",
             )
         return []
-    foreign = [path.name for path in folder.iterdir() if path.name not in (".lock", "exit.json", "train.log")]
+    foreign = [path.name for path in folder.iterdir() if not _OF_A_START.fullmatch(path.name)]
     if foreign:
         raise user_error(
             "--output_dir",
@@ -181,6 +188,15 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
             "choose an empty folder, or --overwrite_output_dir to move its content aside",
         )
     return []
+
+
+def _is_of_a_run(config: Path) -> bool:
+    """Whether a config.json is one that `write_facts` wrote: of any version, so by some names that it always had. A model's has none."""
+    try:
+        values = parse_json(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True  # ours or not, it is not touched: the differences say that it cannot be read
+    return isinstance(values, dict) and {"output_dir", "per_device_train_batch_size", "learning_rate"} <= set(values)
 
 
 def _move_aside(folder: Path) -> list[Finding]:

@@ -24,6 +24,7 @@ FACTS: dict[str, Any] = {
     "code": {"loss.py": "11", "engines/fsdp.py": "22"},
     "environment": {"NCCL_ALGO": "Ring"},
     "arguments": {"seed": 1, "output_dir": "out"},
+    "files": {},
 }
 
 
@@ -61,7 +62,7 @@ def test_equal_nodes_have_nothing_to_say() -> None:
         ),
         (
             {"arguments": {"seed": 2, "output_dir": "out"}},
-            "error   --seed: 1 on a (rank 0), 2 on b (rank 4) -> the same command on all nodes",
+            "error   --seed: 1 on a (rank 0), 2 on b (rank 4) -> the same command everywhere",
         ),
         (
             {"environment": {}},
@@ -107,6 +108,24 @@ def test_jobs_on_several_nodes(environ: dict[str, str], several: bool) -> None:
     assert node_facts.of_several_nodes(environ) == several
 
 
+def test_ranks_of_one_node_are_compared_too(tmp_path: Path) -> None:
+    """Another value of a flag, and another file under the same name, on one rank alone."""
+    settings = tmp_path / "ds.json"
+
+    def of_rank(text: str, rate: float) -> dict[str, Any]:
+        settings.write_text(text)
+        arguments = {"learning_rate": rate, "deepspeed": str(settings), "train_file": "a.json", "local_rank": rate}
+        return json.loads(json.dumps(node_facts.facts_of_this_process(arguments)))
+
+    same = {rank: of_rank("{}", 0.1) for rank in range(3)}
+    assert node_facts.compare(same) == []
+    found = [finding.line() for finding in node_facts.compare(same | {1: of_rank("{}", 0.2), 2: of_rank("[]", 0.1)})]
+    assert found == [
+        "error   --learning_rate: 0.1 on rank 0, 0.2 on rank 1 -> the same command everywhere",
+        f"error   --deepspeed: {settings} on rank 2 is not the file that rank 0 has -> the same file everywhere",
+    ]
+
+
 class MemoryStore:
     """torch's store, in this process."""
 
@@ -132,9 +151,13 @@ def everybody(facts: list[dict[str, Any]], num_local: int, silent: int = -1) -> 
     """What each rank of a job hears: findings, or the error."""
     store, heard = MemoryStore(), {}
 
+    def own(rank: int) -> dict[str, Any]:
+        node = facts[rank // num_local]
+        return node if rank % num_local == 0 else {name: node[name] for name in ("node", "arguments", "files")}
+
     def rank_of(rank: int) -> None:
         try:
-            heard[rank] = coordination.compare_nodes(store, rank, rank % num_local, size, facts[rank // num_local], 0.3)  # type: ignore[arg-type]
+            heard[rank] = coordination.compare_ranks(store, rank, size, own(rank), 0.3)  # type: ignore[arg-type]
         except (UserError, coordination.PeerFailedError) as error:
             heard[rank] = error
 
@@ -153,14 +176,14 @@ def test_every_rank_hears_the_same() -> None:
     assert everybody([FACTS, changed(environment={})], 2) == {rank: [warning] for rank in range(4)}
     heard = everybody([FACTS, changed(arguments={"seed": 2, "output_dir": "out"}), changed(num_processes=3)], 1)
     assert sorted(heard) == [0, 1, 2] and {type(each) for each in heard.values()} == {UserError}
-    assert [finding.key for finding in heard[2].findings] == ["nodes", "--seed"]
+    assert [finding.key for finding in heard[2].findings] == ["--seed", "nodes"]
 
 
 def test_a_rank_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_facts, "VERDICT_MARGIN_S", 0.2)
     heard = everybody([FACTS, changed()], 1, silent=1)
     assert isinstance(heard[0], coordination.PeerFailedError)
-    assert "comparing the nodes failed on rank 0: wait timeout: ['node_facts/0', 'node_facts/1']" in str(heard[0])
+    assert "comparing the ranks failed on rank 0: wait timeout: ['node_facts/0', 'node_facts/1']" in str(heard[0])
 
 
 # ---- the run's folder
@@ -173,7 +196,7 @@ class OneOfTwo:
     process_index: int
     is_local_main_process: bool
     mark: str
-    others: list[str | None]
+    others: list[Any]
 
     @property
     def is_main_process(self) -> bool:
@@ -182,7 +205,7 @@ class OneOfTwo:
     def broadcast(self, value: str) -> str:
         return value if self.is_main_process else self.mark
 
-    def gather(self, value: str | None) -> list[str | None]:
+    def gather(self, value: Any) -> list[Any]:
         return [value, *self.others]
 
 
@@ -199,12 +222,38 @@ def test_a_folder_that_is_not_shared_is_refused_on_every_rank(tmp_path: Path) ->
             pass
         job.check_shared(shared, OneOfTwo(0, True, "", [None]), 0.1)  # type: ignore[arg-type]
         job.check_shared(shared, OneOfTwo(1, True, mark, [None]), 0.1)  # type: ignore[arg-type]
-        job.check_shared(own, OneOfTwo(1, False, mark, [None]), 0.1)  # type: ignore[arg-type]  # its node's first process looks
         (own / ".lock").write_text("pid 1 on another")
-        for coordinator in (OneOfTwo(1, True, mark, [None]), OneOfTwo(0, True, mark, ["b"])):
+        for coordinator in (OneOfTwo(1, True, mark, [None]), OneOfTwo(0, True, mark, [("b", "/own")])):
             folder = own if coordinator.process_index else shared
-            with pytest.raises(UserError, match=r"--output_dir.*is another folder than on the first node"):
+            with pytest.raises(UserError, match=r"--output_dir.*is another folder than rank 0's on rank [01] \(.+: /.+\)"):
                 job.check_shared(folder, coordinator, 0.1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("what", ["", "model", "tokenizer", "data"])
+def test_what_ranks_have_found_must_be_the_same(what: str) -> None:
+    """The same names of files, and another copy of one of them on the second node."""
+    from types import SimpleNamespace
+
+    from harness import job
+
+    def found(part: str) -> tuple[Any, Any, Any]:
+        config = SimpleNamespace(to_dict=lambda: {"rms_norm_eps": 1e-5 if part == "model" else 1e-6, "id2label": {0: "a"}})
+        tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0, "b" if part == "tokenizer" else "c": 1})
+        return config, tokenizer, SimpleNamespace(fingerprint="1" if part == "data" else "2")
+
+    heard: list[Any] = []
+    teller = SimpleNamespace(gather=lambda value: heard.append(value) or [value])
+    job.check_same(teller, *found(""))  # type: ignore[arg-type]
+    for other in ("", what):
+        listener = SimpleNamespace(gather=lambda value: [*heard, value])
+        if not other:
+            job.check_same(listener, *found(other))  # type: ignore[arg-type]
+            continue
+        with pytest.raises(UserError) as error:
+            job.check_same(listener, *found(other))  # type: ignore[arg-type]
+        (finding,) = error.value.findings
+        key = {"model": "--model_name_or_path", "tokenizer": "--tokenizer_name", "data": "--train_file"}[other]
+        assert finding.key == key and "on rank 1 (" in finding.message and "is not what rank 0 has" in finding.message
 
 
 def test_a_slow_network_disk_is_waited_for(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -324,3 +325,24 @@ def test_a_folder_takes_the_same_run_cut_otherwise(tmp_path: Path) -> None:
         start("--learning_rate", "0.1")
     assert "--force_resume" in error.value.findings[0].fix and "--overwrite_output_dir" in error.value.findings[0].fix
     assert "learning_rate" in start("--learning_rate", "0.1", "--force_resume")[0].message
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        (["ladder.json", "config.json.tmp", "stacks-rank-1.txt", "nccl-rank-0", ".writable", "exit.json"], ""),
+        (["thesis.tex"], "thesis.tex"),
+        (["config.json", "final"], "config.json, final"),
+    ],
+)
+def test_a_folder_of_a_start_that_was_killed_is_taken_and_a_users_is_not(names: list[str], refused: str, tmp_path: Path) -> None:
+    """Until config.json is there planning and loading pass. A config.json may be a model's, or anybody's: it has none of our names."""
+    for name in names:
+        tmp_path.joinpath(name).write_text(json.dumps({"model_type": "llama", "hidden_size": 8}))
+    args = parse_args(["--model_type", "llama", "--output_dir", str(tmp_path)])
+    if not refused:
+        assert run_folder.prepare(tmp_path, args) == []
+        return
+    with pytest.raises(UserError, match=re.escape(f"is not empty and holds no run of this kind ({refused})")):
+        run_folder.prepare(tmp_path, args)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
