@@ -28,8 +28,8 @@ from harness import varlen_attention
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
-from harness.model_files import impossible_sizes, is_inside, names_a_path
-from harness.user_files import parse_json
+from harness.model_files import impossible_sizes, names_a_path
+from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
 
 log = logging.getLogger("harness")
 
@@ -230,6 +230,7 @@ class EmptyModel:
         dtype: dtype of its parameters when materialised.
         frozen_dtype: dtype of those that do not train; None: the same.
         stored_name: parameter's name -> its name in `source`; None for one that is not there and gets its values from `init_block`.
+        num_rows_grown_to: rows of the embedding and the head where the vocabulary was made larger than the stored one; None where not.
         init_block: called with a block's modules, its place and the device when the block's stored weights are in place.
     """
 
@@ -240,6 +241,7 @@ class EmptyModel:
     seed: int
     frozen_dtype: torch.dtype | None = None
     stored_name: Callable[[str], str | None] = str
+    num_rows_grown_to: int | None = None
     init_block: Callable[[list[nn.Module], int, torch.device], None] | None = None
 
 
@@ -293,79 +295,15 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
         key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one
+    grown_to: int | None = None
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         if not args.resize_embeddings:
             raise user_error("--resize_embeddings", f"the tokenizer has {len(tokenizer)} tokens, the model fewer", "turn it on")
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        grown_to = len(tokenizer)
     source = None if scratch else weights_folder(args)
-    return EmptyModel(model, model.config, source, dtype, seed)
-
-
-def weights_folder(args: ModelArguments) -> Path:
-    """Local folder of the model's safetensors files, fetched from the hub where it is not one already.
-
-    Raises:
-        UserError: no safetensors there.
-    """
-    name = args.model_name_or_path
-    assert name is not None
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(
-                snapshot_download(name, revision=args.model_revision, cache_dir=args.cache_dir, allow_patterns=["*.safetensors", "*.json"])
-            )
-        except Exception as error:
-            raise user_error("--model_name_or_path", f"cannot get {name}: {str(error).splitlines()[0]}") from None
-    if not list(folder.glob("*.safetensors")):
-        raise user_error("--model_name_or_path", f"{folder} holds no .safetensors files", "convert the model's weights to safetensors")
-    return folder
-
-
-class SafetensorsFolder:
-    """Tensors of a model folder by name, read lazily from its safetensors files."""
-
-    def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
-
-        self.where: dict[str, Any] = {}
-        index = folder / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                files = sorted({str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()})
-            except (OSError, ValueError, TypeError, KeyError, AttributeError):
-                raise user_error("--model_name_or_path", f"{index} is damaged", "download the model again") from None
-        else:
-            files = sorted(path.name for path in folder.glob("*.safetensors"))
-        for name in files:
-            if not is_inside(name):
-                raise user_error("--model_name_or_path", f"{index} names {name}, outside the folder", "download the model again")
-            if not (folder / name).exists():
-                raise user_error("--model_name_or_path", f"{folder} lacks {name}, which its index names", "download the model again")
-            try:
-                handle = safe_open(str(folder / name), framework="pt", device="cpu")
-            except Exception as error:
-                raise user_error("--model_name_or_path", f"{folder / name} is damaged: {error}", "download the model again") from None
-            self.where.update(dict.fromkeys(handle.keys(), handle))
-
-    def names_for(self, model: Any, stored_name: Callable[[str], str | None] = str) -> dict[str, str] | None:
-        """Model parameter name -> name in the files; None when they do not match one to one (another version's layout).
-
-        Args:
-            stored_name: as in `EmptyModel`.
-        """
-        wanted = {name: stored for name, _ in model.named_parameters() if (stored := stored_name(name)) is not None}
-        for prefix in ("", f"{model.base_model_prefix}."):
-            found = {prefix + name: name for name in self.where}
-            if set(wanted.values()) <= set(found):
-                return {name: found[stored] for name, stored in wanted.items()}
-        return None
-
-    def get(self, name: str) -> Tensor:
-        return self.where[name].get_tensor(name)
+    return EmptyModel(model, model.config, source, dtype, seed, num_rows_grown_to=grown_to)
 
 
 Shard = Callable[[str, nn.Module], None]
@@ -382,13 +320,17 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
 
     Returns:
         The filled model.
+
+    Raises:
+        UserError: weights are missing, of another shape, or of a dtype that is no weight's. On all ranks.
     """
     model = empty.model
     source = SafetensorsFolder(empty.source) if empty.source else None
     names = source.names_for(model, empty.stored_name) if source else None
     whole = None
     if source is not None and names is None:
-        whole = _load_whole(empty)
+        assert empty.source is not None
+        whole = _whole_weights(model, empty.source, empty.dtype, broadcast, device)
     units = layer_units(model)
     inside = {id(module) for _, unit in units for module in unit.modules()}
     uses = collections.Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -419,6 +361,27 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
         if shard is not None:
             shard(unit_name, unit)
     return model
+
+
+def _whole_weights(
+    model: Any, folder: Path, dtype: torch.dtype, broadcast: Callable[[Tensor], None] | None, device: torch.device
+) -> dict[str, Tensor] | None:
+    """`stored_weights.load_whole` on the main process, whose finding ends all ranks; None on the others."""
+    whole: dict[str, Tensor] | None = None
+    problem: UserError | None = None
+    if int(os.environ.get("RANK", "0")) == 0:
+        try:
+            whole = load_whole(type(model), folder, dtype)
+        except UserError as error:
+            problem = error
+    if broadcast is not None:
+        verdict = torch.tensor([problem is not None], dtype=torch.int32, device=device)
+        broadcast(verdict)
+        if problem is None and verdict.item():
+            problem = user_error("--model_name_or_path", f"the weights in {folder} cannot be used", "rank 0 says why")
+    if problem is not None:
+        raise problem
+    return whole
 
 
 def _materialise(
@@ -453,24 +416,19 @@ def _materialise(
 
 
 def _copy_rows(parameter: nn.Parameter, value: Tensor, empty: EmptyModel, index: int) -> None:
-    """Copies a stored tensor; where the embedding has grown, new rows are drawn as the model initialises them."""
+    """Copies a stored tensor; where the vocabulary has grown for new tokens, their rows are drawn as the model initialises them."""
     if parameter.shape == value.shape:
         parameter.copy_(value)
         return
-    if parameter.shape[1:] != value.shape[1:] or parameter.shape[0] < value.shape[0]:
-        raise user_error("--model_name_or_path", f"a stored tensor has shape {tuple(value.shape)}, the model's {tuple(parameter.shape)}")
+    grown = parameter.shape[0] == empty.num_rows_grown_to and parameter.shape[1:] == value.shape[1:] and parameter.shape[0] > value.shape[0]
+    if not grown:
+        fix = "the folder's config.json must be that of its weights" if empty.num_rows_grown_to is None else "leave --resize_embeddings out"
+        message = f"a stored tensor has shape {tuple(value.shape)}, the model's {tuple(parameter.shape)}"
+        raise user_error("--model_name_or_path", message, fix)
     std = float(getattr(empty.config, "initializer_range", 0.02) or 0.02)
     with _seeded(empty.seed, index, parameter.device):
         parameter.normal_(0.0, std)
     parameter[: value.shape[0]].copy_(value)
-
-
-def _load_whole(empty: EmptyModel) -> dict[str, Tensor] | None:
-    """On the main process, the weights as transformers reads them (it knows other versions' layouts); None elsewhere."""
-    if int(os.environ.get("RANK", "0")) != 0:
-        return None
-    loaded = type(empty.model).from_pretrained(empty.source, dtype=empty.dtype, use_safetensors=True)
-    return dict(loaded.state_dict())
 
 
 @contextlib.contextmanager

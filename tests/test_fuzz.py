@@ -170,7 +170,7 @@ def read_model_config(path: Path) -> None:
 def read_model_folder(path: Path) -> None:
     """The file is a model's config.json, an index, or weights; the rest of the folder is right."""
     from harness.model_files import check_model_files
-    from harness.modeling import SafetensorsFolder
+    from harness.stored_weights import SafetensorsFolder
 
     folder = path.parent / "model"
     folder.mkdir(exist_ok=True)

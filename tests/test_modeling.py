@@ -128,6 +128,90 @@ def test_damaged_and_missing_weights_are_named(tmp_path: Path) -> None:
         fill(build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=0), CPU)
 
 
+def stored(folder: Path, change: Any = None, **config: Any) -> ModelArguments:
+    """A folder with a small llama whose stored tensors went through `change`."""
+    from safetensors.torch import load_file, save_file
+
+    model = scratch(TINY + ",tie_word_embeddings=" + str(config.pop("tied", False)).lower())
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    if "vocab_size" in config:
+        model.config.pad_token_id = model.config.bos_token_id = model.config.eos_token_id = None
+    model.save_pretrained(folder)
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelArguments(model_name_or_path=str(folder), tokenizer_name="bytes")
+
+
+def filled(args: ModelArguments) -> Any:
+    return fill(build_empty(args, load_config(args), byte_tokenizer(), dtype=torch.float32, seed=0), CPU)
+
+
+def test_a_weight_that_is_not_stored_is_named_and_nothing_is_drawn_for_it(tmp_path: Path) -> None:
+    args = stored(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(UserError) as caught:
+        filled(args)
+    [finding] = caught.value.findings
+    assert finding.key == "--model_name_or_path"
+    assert finding.message == f"1 of the 21 weights of LlamaForCausalLM are not in {tmp_path}: model.layers.1.mlp.up_proj.weight"
+
+
+def test_an_untied_head_that_is_not_stored_is_missing_and_a_tied_one_is_not(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="1 of the 21 weights .*: lm_head.weight"):
+        filled(stored(tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight")))
+
+    def as_head(tensors: dict[str, Any]) -> None:  # as some programs store a tied model
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    model, before = filled(stored(tmp_path / "tied", as_head, tied=True)), scratch(TINY + ",tie_word_embeddings=true")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, before.lm_head.weight)
+
+
+def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
+    import json
+
+    stored(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(UserError, match=r"\d+ of the \d+ weights of GPT2LMHeadModel are not in .*: .*, \.\.\."):
+        filled(ModelArguments(model_name_or_path=str(tmp_path), tokenizer_name="bytes"))
+
+
+def test_integers_and_scaled_numbers_are_no_weights(tmp_path: Path) -> None:
+    for kind, spelt in ((torch.int8, "I8"), (torch.uint8, "U8"), (torch.int64, "I64"), (torch.float8_e4m3fn, "F8_E4M3")):
+
+        def change(tensors: dict[str, Any], kind: torch.dtype = kind) -> None:
+            tensors["model.norm.weight"] = tensors["model.norm.weight"].to(kind)
+
+        with pytest.raises(UserError, match=rf"such as model.norm.weight \({spelt}\)"):
+            filled(stored(tmp_path / spelt, change))
+
+
+def test_only_rows_of_new_tokens_are_drawn(tmp_path: Path) -> None:
+    def shorter(*names: str) -> Any:
+        return lambda tensors: tensors.update({name: tensors[name][:24].clone() for name in names})
+
+    # Fewer rows than the model's: once a size that contradicts the config, once the tokens that the vocabulary lacks.
+    with pytest.raises(UserError, match=r"a stored tensor has shape \(24, 32\), the model's \(48, 32\)"):
+        filled(stored(tmp_path / "rows", shorter("model.layers.0.mlp.gate_proj.weight")))
+    args = stored(tmp_path / "tokens", shorter("model.embed_tokens.weight", "lm_head.weight"), vocab_size=24)
+    model, before = filled(args), scratch(TINY)
+    assert model.lm_head.weight.shape == (259, 32)
+    assert torch.equal(model.lm_head.weight[:24], before.lm_head.weight[:24])
+    assert 0.01 < float(model.lm_head.weight[24:].detach().std()) < 0.03
+    with pytest.raises(UserError, match=r"shape \(24, 32\), the model's \(48, 32\)"):
+        filled(
+            stored(
+                tmp_path / "both",
+                shorter("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate_proj.weight"),
+                vocab_size=24,
+            )
+        )
+
+
 def test_vocabulary_below_the_tokenizers_is_refused() -> None:
     args = ModelArguments(model_type="llama", config_overrides=TINY + ",vocab_size=100", tokenizer_name="bytes")
     with pytest.raises(UserError, match="100 is less than the tokenizer's 259"):

@@ -183,7 +183,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     from harness.args import ModelArguments
     from harness.lora import merge_adapter
     from harness.model_files import check_model_files
-    from harness.modeling import weights_folder
+    from harness.stored_weights import weights_folder
 
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(tmp_path / "trap")))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -203,7 +203,7 @@ def test_an_index_cannot_name_files_outside_its_folder(name: str, tmp_path: Path
     from harness.hidden_states import MANIFEST as STATES
     from harness.hidden_states import StateFolder
     from harness.model_files import check_model_files
-    from harness.modeling import SafetensorsFolder
+    from harness.stored_weights import SafetensorsFolder
 
     folder = tmp_path / "model"
     folder.mkdir()

@@ -122,7 +122,7 @@ def test_export_of_a_sharded_checkpoint_in_another_dtype_and_in_several_files(st
     import torch
 
     from harness.export_cli import export_checkpoint
-    from harness.modeling import SafetensorsFolder
+    from harness.stored_weights import SafetensorsFolder
 
     assert straight.output_dir is not None
     check_export(checkpoint_of(straight, STEPS), straight.output_dir / "final", tmp_path / "whole")
