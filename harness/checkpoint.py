@@ -218,6 +218,7 @@ class Checkpointer:
             self.coordinator.gather(None)  # nobody writes into the folder any more
             if is_main:
                 shutil.rmtree(folder, ignore_errors=True)
+            self.coordinator.renew_checkpoint_group()
             self._report_failure(step, problem)
             return False
         self.pending = PendingSave(step, marks, final)
@@ -302,6 +303,8 @@ class Checkpointer:
         if errors:
             if self.coordinator.is_main_process:
                 shutil.rmtree(pending.marks.folder, ignore_errors=True)
+            # A failed collective of the writers breaks their group; of this reason or another, a new one costs next to nothing.
+            self.coordinator.renew_checkpoint_group()
             self._report_failure(pending.step, next((error for error in errors if _PEER_FAILED not in error), errors[0]))
         elif self.coordinator.num_processes > 1:
             self.last_complete = pending.final

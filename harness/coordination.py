@@ -221,6 +221,23 @@ class Coordinator:
             silent = ["0"]  # whose store it was
         return f" (rank {', '.join(silent)} does not answer)" if silent else ""
 
+    def renew_checkpoint_group(self) -> None:
+        """Another group for the files of checkpoints, in which a collective has failed; called on all ranks, when none is in it any more.
+
+        gloo closes the connections of a group with the first wait that comes to its limit, and every later one fails at once.
+
+        Raises:
+            PeerFailedError: the ranks do not find together again.
+        """
+        if self.checkpoint_group is None or self.num_processes == 1:
+            return
+        broken = self.checkpoint_group
+        with self._waiting("a new group for checkpoints"):
+            self.checkpoint_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            dist.barrier(group=self.checkpoint_group)
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group(broken)
+
     def close(self) -> None:
         """Leaves the job in step with the others: gloo may abort a process that ends while another still talks to it."""
         if not dist.is_initialized():
@@ -352,9 +369,11 @@ class StopFlag:
 
     Attributes:
         outcome: "finished" or "preempted" once everything is on disk; from then on an impatient second Ctrl-C loses nothing.
+        saves: training has begun, and asks whether it is to stop. Before, there is nothing to save.
     """
 
     def __init__(self) -> None:
+        self.saves = False
         self.signal_name = ""
         self.asked_at_s = 0.0
         self.outcome = ""

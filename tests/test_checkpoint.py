@@ -41,6 +41,11 @@ class ThreadCoordinator(Coordinator):
     """Ranks that are threads of this process."""
 
     meeting: Meeting
+    num_renewed = 0
+
+    def renew_checkpoint_group(self) -> None:
+        self.gather(None)
+        self.num_renewed += 1
 
     def gather(self, value: Any) -> list[Any]:
         return self.meeting.exchange(self.process_index, value)
@@ -215,6 +220,7 @@ def test_one_rank_that_cannot_write_fails_the_save_and_nothing_else(broken: str,
             assert there == ["checkpoint-1"]  # nothing older went, nothing half-written stays
         engine.broken = ""
         done.append(checkpointer.save(3, {}, wait=True))
+        assert coordinator.num_renewed == 1  # type: ignore[attr-defined]
         return done, [fields["reason"] for fields in log.of("save_failed")]
 
     results = on_ranks(2, body)
