@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files, modeling, monitor, run_folder
+from harness import checkpoint_files, disk_room, modeling, monitor, run_folder
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
@@ -142,9 +142,7 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
             try:
                 stack.enter_context(run_folder.locked(folder))
             except OSError as error:
-                raise user_error(
-                    "--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to"
-                ) from None
+                raise user_error("--output_dir", f"cannot write to {folder}: {error.strerror}", disk_room.write_fix(error)) from None
         findings = run_folder.prepare(folder, args)
         refuse_foreign(args, folder)
         (folder / "exit.json").unlink(missing_ok=True)
@@ -254,6 +252,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     status = "failed"
     try:
         with phase("training"):
+            stop.saves = True
             finished = trainer.train()
         if finished:
             load_best(args, trainer, checkpointer, coordinator)
@@ -573,8 +572,8 @@ def _say_steps_down(trainer: Trainer) -> None:
 
 
 def _say_where(folder: Path, finished: bool) -> None:
-    """Ends the log with where everything is, and draws the loss."""
-    if importlib.util.find_spec("matplotlib") is not None and (folder / METRICS_FILE).exists():
+    """Ends the log with where everything is, and draws the loss, if nobody waits for the end."""
+    if finished and importlib.util.find_spec("matplotlib") is not None and (folder / METRICS_FILE).exists():
         from harness.parse_log import plot_losses
 
         (folder / "plots").mkdir(exist_ok=True)

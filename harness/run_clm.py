@@ -20,13 +20,14 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import build_locks, guard_line, run_folder, whereabouts
+from harness import build_locks, disk_room, guard_line, run_folder, whereabouts
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.parsing import from_config, parse_args
@@ -87,6 +88,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     guard_line.tell_folder(folder, started_s)
     stop = coordination.StopFlag()
     _take_signals(stop)
+    _end_before_training(stop, folder, rank, started_s)
     code, reason = FAILED, ""
     try:
         with contextlib.ExitStack() as stack:
@@ -111,6 +113,10 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         # The other ranks wait in a collective for this one: leave at once, the launcher ends them.
         sys.stdout.flush()
         os._exit(FAILED)
+    finally:
+        stop.saves = True  # whatever comes now, it is no longer this job that a signal ends
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
     # Before the others are waited for: what was reached is true whatever becomes of them. Other ranks tell it to their node's launcher.
     run_folder.record_exit(folder if rank == 0 else None, code, reason, rank, started_s)
     try:
@@ -132,11 +138,13 @@ def _say_why(error: BaseException, rank: int, coordinator: Any) -> str:
     from harness.coordination import is_over_the_limit
 
     found = guard_line.ask_whereabouts(whereabouts.place_of_error(error)) if is_over_the_limit(error) else {}
-    reason = f"{type(error).__name__}: {error}".splitlines()[0] + coordinator.silent_ranks(error)
+    no_room = isinstance(error, OSError) and disk_room.MAKE_ROOM in str(error)
+    said = error.strerror if no_room and isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    reason = str(said).splitlines()[0] + coordinator.silent_ranks(error)
     for other, each in found.items():
         log.error("%s", whereabouts.describe(other, each), extra={"all_ranks": True})
     reason += whereabouts.who_hangs(found)
-    if isinstance(error, NotSavedError):
+    if isinstance(error, NotSavedError) or no_room:
         log.error("rank %d failed: %s; once it can be written, the same command goes on from there", rank, reason)
     else:
         log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
@@ -216,6 +224,36 @@ def _take_signals(stop: Any) -> None:
             signal.signal(number, ask)
 
 
+def _end_before_training(stop: Any, folder: Path, rank: int, started_s: float) -> None:
+    """A signal before training ends the process at once: there is nothing to save, and what it waits for (data, another rank, a compiler)
+    may take longer than a launcher waits. Code 75, so that a batch system starts the job again.
+
+    Python's own handlers run when the library's call that the main thread is in returns; what wakes this thread comes in time.
+    """
+    if guard_line.attempt() > 0:  # what the life before has left in memory is saved first
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    try:
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    except ValueError:  # not in the main thread of somebody's program
+        return
+    owner = os.getpid()
+    # Workers that are forked, and ended by a signal, tell nobody.
+    os.register_at_fork(after_in_child=lambda: os.getpid() == owner or signal.set_wakeup_fd(-1))
+
+    def watch() -> None:
+        while not stop.saves:
+            for number in os.read(reader, 64):
+                if not stop.saves and number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+                    reason = f"stopped by {signal.Signals(number).name} before training had begun"
+                    print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+                    run_folder.record_exit(folder if rank == 0 else None, PREEMPTED, reason, rank, started_s)
+                    os._exit(PREEMPTED)
+
+    threading.Thread(target=watch, name="signals before training", daemon=True).start()
+
+
 def _output_dir_of(tokens: Sequence[str]) -> Path | None:
     for index, token in enumerate(tokens):
         name, equals, value = token.partition("=")
@@ -230,8 +268,9 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
         print(format_findings(error.findings, "wrong input, nothing was started:"), file=sys.stderr, flush=True)
         if debug:
             traceback.print_exc()
-        # A refused folder is another run's, and a running job writes its own end.
-        if folder is not None and (any(finding.key == "--output_dir" for finding in error.findings) or run_folder.is_taken(folder)):
+        # A refused folder is another run's, a running job writes its own end, and one that has ended keeps what it wrote.
+        is_refused = any(finding.key == "--output_dir" for finding in error.findings)
+        if folder is not None and (is_refused or run_folder.has_ended(folder) or run_folder.is_taken(folder)):
             folder = None
         if folder is not None:
             with contextlib.suppress(OSError):

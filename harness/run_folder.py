@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness import guard_line
+from harness import disk_room, guard_line
 from harness.args import Arguments
 from harness.findings import Finding, UserError, user_error
 from harness.user_files import parse_json
@@ -135,6 +135,11 @@ def shows_mark(folder: Path, mark: str, limit_s: float) -> bool:
         time.sleep(0.5)
 
 
+def has_ended(folder: Path) -> bool:
+    """Whether a run in the folder has said how it ended."""
+    return (folder / "exit.json").exists() and (folder / "config.json").exists()
+
+
 def is_taken(folder: Path) -> bool:
     """Whether a job is running in the folder."""
     try:
@@ -158,11 +163,9 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.write_text("", encoding="utf-8")
-        probe.unlink()
+        disk_room.fill_probe(folder / ".writable")
     except OSError as error:
-        raise user_error("--output_dir", f"cannot write to {folder}: {error.strerror}", "choose a folder you may write to") from None
+        raise user_error("--output_dir", f"cannot write to {folder}: {error.strerror}", disk_room.write_fix(error)) from None
     if guard_line.attempt() > 0:  # this run's own, from the life before
         return []
     if args.train.overwrite_output_dir:
@@ -275,8 +278,13 @@ def environment() -> dict[str, Any]:
 
 def _write(path: Path, value: Any) -> None:
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with disk_room.naming(path):
+            temporary.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def record_exit(
@@ -308,7 +316,7 @@ def _write_first(path: Path, report: dict[str, Any], started_s: float) -> None:
         with contextlib.suppress(OSError):
             try:
                 earlier = json.loads(path.read_text(encoding="utf-8"))
-                if earlier["time"] >= started_s:
+                if isinstance(earlier, dict) and earlier.get("time", 0.0) >= started_s:
                     if "is_consequence" not in earlier or "is_consequence" in report or report["code"] != FAILED:
                         return
                     report = ({"ranks": earlier["ranks"]} if "ranks" in earlier else {}) | report

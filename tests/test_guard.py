@@ -265,3 +265,51 @@ def test_a_stop_request_is_stronger_than_a_relaunch(tmp_path: Path) -> None:
     guards.processes[0].send_signal(signal.SIGTERM)
     assert guards.wait() == [-15]
     assert guards.lives(1) == []
+
+
+# ---- signals before training
+
+WAITING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from harness import run_clm
+
+class Stop:
+    saves, asked = {saves}, ""
+    def __bool__(self): return bool(self.asked)
+    def ask(self, name): print(name, flush=True)
+
+run_clm._take_signals(Stop())
+stop = Stop()
+run_clm._end_before_training(stop, Path(sys.argv[1]), 0, time.time())
+if child := os.fork():
+    os.kill(child, signal.SIGTERM)  # a worker that is ended tells nobody
+    time.sleep(0.3)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(("saves", "code"), [(False, 75), (True, -9)])
+def test_a_signal_before_training_ends_a_run_that_waits(saves: bool, code: int, tmp_path: Path) -> None:
+    """As for data or another rank; once training has begun it is only told."""
+    command = [sys.executable, "-c", WAITING.format(saves=saves), str(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    try:
+        while "ready" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGUSR1)
+        if saves:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+        else:
+            process.wait(20)
+            report = json.loads((tmp_path / "exit.json").read_text())
+            assert (report["code"], report["reason"]) == (75, "stopped by SIGUSR1 before training had begun")
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == code

@@ -277,3 +277,16 @@ def test_the_launcher_of_each_node_learns_the_code(tmp_path: Path, monkeypatch: 
     told = json.loads((tmp_path / "told.json").read_text())
     assert (told["code"], told["rank"]) == (2, 3) and "--learnig_rate" in told["reason"]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_mistyped_command_leaves_the_report_of_a_run_that_has_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness.run_clm import main
+
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "exit.json").write_text('{"code": 0}')
+    assert main(["--learnig_rate", "1", "--output_dir", str(tmp_path)]) == 2
+    assert "did you mean --learning_rate?" in capsys.readouterr().err
+    assert (tmp_path / "exit.json").read_text() == '{"code": 0}'
+    (tmp_path / "config.json").unlink()  # of a command that was wrong before, too
+    assert main(["--learnig_rate", "1", "--output_dir", str(tmp_path)]) == 2
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 2
