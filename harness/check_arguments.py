@@ -48,6 +48,7 @@ _SCHEDULE_NEEDS = {
 }
 _DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half"), "auto": ()}
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet_ml"}
+_LITTLE_ROOM_BYTES = 16 * 2**20
 _WEIGHT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Flags of harness.args.DeviceMapArguments that choose no map but shape it.
 _MAP_ONLY = frozenset(
@@ -409,9 +410,11 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
             yield Finding("error", "--output_dir", f"cannot write to {existing}", "choose a folder you may write to")
         else:
             free = shutil.disk_usage(existing).free
-            needed = 16 * (facts.num_params or 0) + GIB // 4  # a checkpoint (fp32 and Adam) and final/
-            if free < needed:
-                message = f"{size_text(free)} are free at {existing}, and one checkpoint needs about {size_text(needed)}"
+            needed = 16 * (facts.num_params or 0)  # a checkpoint (fp32 and Adam) and final/
+            if free < needed + _LITTLE_ROOM_BYTES:
+                least = f"logs, metrics and the tokenizer's files need up to {size_text(_LITTLE_ROOM_BYTES)}"
+                wants = f"one checkpoint needs about {size_text(needed)}" if free < needed else least
+                message = f"{size_text(free)} are free at {existing}, and {wants}"
                 yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
     resume = train.resume_from_checkpoint
     if resume and resume.lower() not in ("auto", "latest", "true") and not Path(resume).is_dir():

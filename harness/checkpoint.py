@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import checkpoint_files as files
-from harness import own_checkpoints
+from harness import disk_room, own_checkpoints
 from harness.coordination import Coordinator
 from harness.findings import user_error
 
@@ -55,13 +55,14 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 28 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _free_room(folder: Path) -> str:
-    """Where next to nothing is free: that. torch's writers say "unexpected pos 704 vs 598" on a full disk."""
+def _why_not_written(error: BaseException, folder: Path) -> str:
+    """The error as one line; where next to nothing is free, that too: torch's writers say "unexpected pos 704 vs 598" on a full disk."""
+    reason = _one_line(error)
     with contextlib.suppress(OSError):
         free_bytes = shutil.disk_usage(folder).free
-        if free_bytes < _LITTLE_ROOM_BYTES:
-            return f" (the disk is full: {free_bytes / 2**20:.1f} MiB free)"
-    return ""
+        if free_bytes < _LITTLE_ROOM_BYTES or disk_room.is_full(error):
+            return f"{reason} (the disk is full: {free_bytes / 2**20:.1f} MiB free at {folder.parent}; {disk_room.MAKE_ROOM})"
+    return reason
 
 
 _LITTLE_ROOM_BYTES = 1 << 20
@@ -106,7 +107,7 @@ class PendingSave:
             marks.wait("written", timeout_s, self._reason_to_give_up)
             marks.leave("hashed", files.hash_share(marks.folder, marks.process_index, marks.num_processes, self._moves))
         except BaseException as error:  # torch's CheckpointException is no Exception; a thread that dies silently is waited for
-            self.error = f"{_one_line(error)}{_free_room(marks.folder)}"
+            self.error = _why_not_written(error, marks.folder)
             # On a full disk there is room for the mark when this rank takes something of its own away.
             (marks.folder / _rng_name(marks.process_index)).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # else the others learn it when they next ask each other
@@ -138,7 +139,8 @@ class PendingSave:
             files.complete(marks.folder, self.final, shares, on_manifest)
             on_complete(self.final)
         except BaseException as error:
-            self.error = self.error or _one_line(error)  # the folder goes in Checkpointer.finish, when no rank writes into it any more
+            self.error = self.error or _why_not_written(error, marks.folder)
+            # The folder goes in Checkpointer.finish, when no rank writes into it any more.
 
     def _reason_to_give_up(self) -> str | None:
         return self.error or (_PEER_FAILED if self.peer_failed else None)
@@ -234,18 +236,21 @@ class Checkpointer:
         try:
             act()
         except OSError as error:
-            problem = f"rank {self.coordinator.process_index}: {_one_line(error)}"
+            reason = error.strerror if disk_room.is_full(error) and disk_room.MAKE_ROOM in str(error) else _one_line(error)
+            problem = f"rank {self.coordinator.process_index}: {reason}"
         return next((reason for reason in self.coordinator.gather(problem) if reason), None)
 
     def _write_states(self, folder: Path, trainer_state: dict[str, Any]) -> None:
         if self.coordinator.is_main_process:
             files.write_json(folder / files.STATE_FILE, trainer_state)
             if self.model_files is not None:
-                shutil.copytree(self.model_files, folder / files.MODEL_FOLDER)
+                with disk_room.naming(folder / files.MODEL_FOLDER):
+                    shutil.copytree(self.model_files, folder / files.MODEL_FOLDER)
         files.write_json(folder / _rng_name(self.coordinator.process_index), files.random_state())
 
     def _start_engine(self, folder: Path) -> None:
-        self.writing.append(self.engine.save(folder / files.ENGINE_FOLDER))
+        with disk_room.naming(folder, self.state_bytes):
+            self.writing.append(self.engine.save(folder / files.ENGINE_FOLDER))
 
     def _prepare(self, folder: Path) -> str | None:
         """Main process: makes the temporary folder and looks at the disk. Returns what is wrong, if anything."""
@@ -256,10 +261,11 @@ class Checkpointer:
             folder.mkdir()
             free_bytes = shutil.disk_usage(folder).free
         except OSError as error:
-            return str(error)
+            return f"{error}; {disk_room.write_fix(error)}"
         if free_bytes < self.state_bytes:
             shutil.rmtree(folder, ignore_errors=True)
-            return f"a checkpoint needs about {_size(self.state_bytes)}, {self.output_dir} has {_size(free_bytes)} free"
+            needed = f"a checkpoint needs about {_size(self.state_bytes)}, {self.output_dir} has {_size(free_bytes)} free"
+            return f"{needed}; {disk_room.MAKE_ROOM}"
         return None
 
     def _completed(self, path: Path, step: int, started: float) -> None:

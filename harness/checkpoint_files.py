@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import disk_room
 from harness.user_files import parse_json
 
 MANIFEST, COMPLETE, STATE_FILE, ENGINE_FOLDER, MODEL_FOLDER = "manifest.json", "COMPLETE", "trainer_state.json", "state", "model"
@@ -54,11 +55,16 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 def write_json(path: Path, value: Any) -> None:
     """Writes a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with disk_room.naming(path):
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(value, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

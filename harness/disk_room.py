@@ -26,7 +26,7 @@ def write_fix(error: BaseException) -> str:
 
 
 def free_text(folder: Path) -> str:
-    """" (0.1 MiB free)" of the nearest folder above that there is; empty where nobody can say."""
+    """ " (0.1 MiB free)" of the nearest folder above that there is; empty where nobody can say."""
     existing = next((parent for parent in (folder, *folder.absolute().parents) if parent.exists()), None)
     if existing is None:
         return ""

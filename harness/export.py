@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness import disk_room
 from harness.file_modes import give_usual_mode
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -65,14 +67,19 @@ def write_model_files(folder: Path, model: Any, tokenizer: Any, adapter_config: 
     """Writes what a model folder holds besides weights: configs, tokenizer, and the adapters' config; whole or not at all."""
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    _write_config(temporary, model.config, None)
-    generation_config = getattr(model, "generation_config", None)
-    if generation_config is not None:
-        generation_config.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    if adapter_config is not None:
-        adapter_config.save_pretrained(str(temporary))
+    try:
+        with disk_room.naming(folder):
+            temporary.mkdir(parents=True)
+            _write_config(temporary, model.config, None)
+            generation_config = getattr(model, "generation_config", None)
+            if generation_config is not None:
+                generation_config.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            if adapter_config is not None:
+                adapter_config.save_pretrained(str(temporary))
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(temporary, folder)
 
@@ -133,13 +140,50 @@ def export_model(
         card: text of README.md.
 
     Raises:
-        RuntimeError: a tensor has another shape than the config-built model's, or one is missing; the folder is removed.
+        RuntimeError: a tensor has another shape than the config-built model's, or one is missing.
+        OSError: the disk is full; names folder, size and fix. Nothing is left behind in either case.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     if is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    shards = _Shards(temporary, max_shard_bytes)
+    num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    try:
+        with disk_room.naming(folder, num_bytes):
+            wrong = _write_weights(temporary, weights, shapes, dtype, max_shard_bytes, is_main_process)
+            if not is_main_process:
+                return
+            if wrong:
+                raise RuntimeError("the export would not load: " + "; ".join(wrong))
+            _write_config(temporary, config, dtype)
+            tokenizer.save_pretrained(temporary)
+            if generation_config is not None:
+                generation_config.save_pretrained(temporary)
+            if card:
+                (temporary / "README.md").write_text(card, encoding="utf-8")
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if folder.exists():
+        old = folder.with_name(f".old-{folder.name}")
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(folder, old)
+        os.replace(temporary, folder)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(temporary, folder)
+
+
+def _write_weights(
+    folder: Path,
+    weights: Iterator[tuple[str, Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_shard_bytes: int,
+    is_main_process: bool,
+) -> list[str]:
+    """The weights' part of `export_model`. Returns what of them would not load."""
+    shards = _Shards(folder, max_shard_bytes)
     missing = set(shapes)
     wrong: list[str] = []
     for name, tensor in weights:
@@ -151,23 +195,7 @@ def export_model(
             continue
         # .to copies; a view into a bigger buffer would write the buffer.
         shards.add(name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous())
-    if not is_main_process:
-        return
-    if wrong or missing:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise RuntimeError("the export would not load: " + "; ".join([*wrong, *(f"{name} is missing" for name in sorted(missing))]))
-    shards.finish()
-    _write_config(temporary, config, dtype)
-    tokenizer.save_pretrained(temporary)
-    if generation_config is not None:
-        generation_config.save_pretrained(temporary)
-    if card:
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-    if folder.exists():
-        old = folder.with_name(f".old-{folder.name}")
-        shutil.rmtree(old, ignore_errors=True)
-        os.replace(folder, old)
-        os.replace(temporary, folder)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        os.replace(temporary, folder)
+    wrong += [f"{name} is missing" for name in sorted(missing)]
+    if is_main_process and not wrong:
+        shards.finish()
+    return wrong

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files, own_checkpoints
+from harness import checkpoint_files, disk_room, own_checkpoints
 from harness.export import export_model, model_card
-from harness.findings import FindingParser, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
 from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
 
@@ -149,7 +149,7 @@ def _export_adapter(state: StoredState, model_folder: Path, output: Path, dtype:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line. Returns 0 done, 2 wrong input."""
+    """Command line. Returns 0 done, 1 the disk is full, 2 wrong input."""
     parser = FindingParser(prog="harness export", description="Turns a checkpoint into a folder that from_pretrained loads.")
     parser.add_argument("checkpoint", type=Path, help="out/checkpoint-N")
     parser.add_argument("output", type=Path, help="new folder")
@@ -169,6 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2
+    except OSError as error:
+        if not disk_room.is_full(error):
+            raise
+        print(format_findings([Finding("error", str(options.output), error.strerror or str(error))]), file=sys.stderr)
+        return 1
     print(f"written: {options.output}")
     return 0
 

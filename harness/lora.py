@@ -26,6 +26,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
+from harness import disk_room
 from harness.args import LoraArguments
 from harness.file_modes import give_usual_mode
 from harness.findings import Finding, UserError, user_error
@@ -407,17 +408,23 @@ def export_adapter(
 
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file(tensors, str(temporary / "adapter_model.safetensors"), metadata={"format": "pt"})
-    give_usual_mode(temporary / "adapter_model.safetensors")
     config = attached.config
-    config.inference_mode = True
-    config.save_pretrained(str(temporary))
-    config.inference_mode = False
-    if tokenizer is not None:
-        tokenizer.save_pretrained(temporary)
-    if card:
-        (temporary / "README.md").write_text(card, encoding="utf-8")
+    try:
+        with disk_room.naming(folder, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())):
+            temporary.mkdir(parents=True)
+            save_file(tensors, str(temporary / "adapter_model.safetensors"), metadata={"format": "pt"})
+            give_usual_mode(temporary / "adapter_model.safetensors")
+            config.inference_mode = True
+            config.save_pretrained(str(temporary))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            if card:
+                (temporary / "README.md").write_text(card, encoding="utf-8")
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    finally:
+        config.inference_mode = False
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 

@@ -29,6 +29,7 @@ import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -39,6 +40,7 @@ Kind = Literal["train", "eval", "event", "gpu", "summary"]
 KINDS: tuple[str, ...] = ("train", "eval", "event", "gpu", "summary")
 METRICS_FILE = "metrics.jsonl"
 _SEPARATOR = " | "
+MAX_WAITING_ROWS = 10_000  # kept in memory while the disk is full
 
 
 @dataclasses.dataclass
@@ -392,6 +394,9 @@ class MetricsLog:
         self._write_line = write_line or (lambda line: print(line, flush=True))
         self._lock = threading.Lock()  # harness.monitor writes from its own thread
         self._file: Any = None
+        self._unwritten = b""  # the rest of what a full disk cut off
+        self._waiting: deque[tuple[dict[str, Any], bytes]] = deque()  # rows for which there was no room, with their lines
+        self._is_begun = False  # `_unwritten` is of the first of them
         self._closed = False
         self._warned: set[str] = set()
         self._rows: list[dict[str, Any]] = []  # for the summary where there is no file
@@ -407,9 +412,9 @@ class MetricsLog:
         has_rows = path.exists() and path.stat().st_size > 0
         torn = has_rows and not _ends_with_newline(path)
         self._life_began_s = round(time.time(), 3) if has_rows else None
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the run
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - lives as long as the run; unbuffered: what is written is known
         if torn:  # end the line of a life that was killed while writing it, so that ours stays whole
-            self._file.write("\n")
+            self._unwritten = b"\n"
 
     def _start_bar(self) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -460,11 +465,30 @@ class MetricsLog:
             self._rows.append(values)
             return
         try:
-            self._file.write(to_json_line(values) + "\n")
-            self._file.flush()
-        except (OSError, ValueError) as error:  # a full disk must not end a run; ValueError: closed underneath us
+            line = (to_json_line(values) + "\n").encode()
+            if len(self._waiting) >= MAX_WAITING_ROWS:
+                self.num_lost_rows += 1
+            else:
+                self._waiting.append((values, line))
+        except ValueError as error:
             self.num_lost_rows += 1
-            self._warn("file", f"cannot write {self.path}: {error}; the run goes on, rows are lost")
+            self._warn("row", f"a row cannot be written: {error}")
+        try:
+            self._catch_up()
+        except (OSError, ValueError) as error:  # a full disk must not end a run; ValueError: closed underneath us
+            self._warn("file", f"cannot write {self.path}: {error}; the run goes on, rows are written once there is room")
+
+    def _catch_up(self) -> None:
+        """Writes what waits, oldest first. Raises OSError where there is no room; nothing is written twice."""
+        while True:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            if self._is_begun:
+                self._waiting.popleft()
+            self._is_begun = bool(self._waiting)
+            if not self._is_begun:
+                return
+            self._unwritten = self._waiting[0][1]
 
     def _track(self, values: Mapping[str, Any], kind: str) -> None:
         step = values.get("step")
@@ -489,7 +513,7 @@ class MetricsLog:
     def summary(self) -> dict[str, Any]:
         """`summarize` of all rows of this run, those of earlier lives included."""
         rows = read_metrics(self.path, keep_superseded=True).rows if self.path is not None and self.path.exists() else self._rows
-        return summarize(rows)
+        return summarize([*rows, *(row for row, _ in self._waiting)])
 
     def close(self, status: str | None = None, step: int | None = None) -> None:
         """Writes the summary (where any step was logged) and closes everything. Further rows are ignored.
@@ -516,6 +540,9 @@ class MetricsLog:
             except Exception as error:
                 self._warn(type(tracker).__name__ + ".finish", f"{type(tracker).__name__} did not finish: {error}")
         if self._file is not None:
+            if self._waiting:
+                self.num_lost_rows += len(self._waiting)
+                self._warn("lost", f"{self.num_lost_rows} rows are not in {self.path}: there was no room for them to the end")
             try:
                 self._file.close()
             except OSError as error:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from harness import disk_room
 from harness.findings import Finding, UserError, user_error
 
 HEARTBEAT_S = 1.0
@@ -76,7 +77,7 @@ def make_once(
         if failure is not None and failure != failed_before:
             raise _as_error(failure)
         may_begin = first or time.monotonic() - waiting_since > HEAD_START_S
-        if may_begin and watch.try_acquire():
+        if may_begin and _acquire(watch, cache):
             with watch.held():
                 if not target.exists():  # made between our look and our lock
                     _build(cache, name, build)
@@ -86,6 +87,13 @@ def make_once(
             told = True
         time.sleep(POLL_S)
     return target
+
+
+def _acquire(watch: _LockWatch, cache: Path) -> bool:
+    try:
+        return watch.try_acquire()
+    except OSError as error:
+        raise _cache_error(error, cache) from None
 
 
 def _build(cache: Path, name: str, build: Callable[[Path], None]) -> None:
@@ -127,8 +135,8 @@ def _create(cache: Path) -> None:
 
 
 def _cache_error(error: OSError, cache: Path) -> UserError:
-    fix = "free some space or choose another disk" if error.errno == errno.ENOSPC else "choose a folder that can be written"
-    return user_error("--data_cache_dir", f"cannot write tokenised data to {cache}: {error.strerror}", fix)
+    message = f"cannot write tokenised data to {cache}: {error.strerror}"
+    return user_error("--data_cache_dir", message, disk_room.write_fix(error))
 
 
 def _as_user_error(error: BaseException, cache: Path) -> BaseException:
@@ -157,8 +165,12 @@ def _remove_old(cache: Path, name: str) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """A file that is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_failure(cache: Path, name: str, error: BaseException) -> None:
@@ -194,8 +206,13 @@ class _LockWatch:
             descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w") as file:
-            json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+        except OSError:  # a full disk: a lock that names nobody would be waited for
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            raise
         return True
 
     def _holder(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness import checkpoint_files
+from harness import checkpoint_files, disk_room
 from harness.findings import UserError, user_error
 
 VARIABLE = "HARNESS_STATE_DIR"
@@ -56,6 +56,9 @@ def record(manifest: Path) -> str | None:
     content = json.dumps({"path": str(manifest.parent.absolute()), "written_at_s": time.time()}) + "\n"
     try:
         folder = _records()
+    except RuntimeError as error:
+        return str(error)
+    try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_ours_alone(folder):
@@ -66,8 +69,8 @@ def record(manifest: Path) -> str | None:
             file.flush()
             os.fsync(file.fileno())
         checkpoint_files.sync_folder(folder)
-    except (OSError, RuntimeError) as error:
-        return str(error)
+    except OSError as error:  # which names no path once the file is open
+        return f"cannot write to {folder}: {error.strerror}; {disk_room.write_fix(error)}"
     return None
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness import checkpoint, checkpoint_files, run_folder
 from harness.checkpoint import Checkpointer
 from harness.coordination import Coordinator
+from harness.disk_room import MAKE_ROOM
 from harness.findings import UserError
 
 
@@ -242,7 +243,7 @@ def test_too_little_room_for_a_small_model_is_said_in_small_units(tmp_path: Path
     with small_disk(tmp_path / "disk", "64k") as disk:
         checkpointer, _, log = make(disk, state_bytes=3 << 20)
         assert not checkpointer.save(1, {})
-        assert log.of("save_failed")[0]["reason"] == f"a checkpoint needs about 3.0 MiB, {disk} has 0.1 MiB free"
+        assert log.of("save_failed")[0]["reason"] == f"a checkpoint needs about 3.0 MiB, {disk} has 0.1 MiB free; {MAKE_ROOM}"
 
 
 @contextlib.contextmanager
@@ -267,7 +268,8 @@ def test_a_full_disk_fails_the_save_and_leaves_older_ones(tmp_path: Path) -> Non
         assert checkpointer.save(2, {})  # begins: the room is missing only while the thread writes
         assert not checkpointer.finish()
         (failed,) = log.of("save_failed")
-        assert failed["step"] == 2 and failed["reason"] == "OSError: [Errno 28] No space left on device (the disk is full: 0.0 MiB free)"
+        full = f"the disk is full: 0.0 MiB free at {disk}; {MAKE_ROOM}"
+        assert failed["step"] == 2 and failed["reason"] == f"OSError: [Errno 28] No space left on device ({full})"
         assert names(disk) == ["checkpoint-1"] and checkpointer.find("latest") == disk / "checkpoint-1"
         engine.size_bytes = 1000
         assert checkpointer.save(3, {}, wait=True)

@@ -252,7 +252,7 @@ def test_full_disk_does_not_end_the_run(tmp_path: Any, capsys: Any) -> None:
     log, lines = make_log(tmp_path)
 
     class FullDisk:
-        def write(self, text: str) -> None:
+        def write(self, content: bytes) -> None:
             raise OSError(28, "No space left on device")
 
         def close(self) -> None:
@@ -266,6 +266,39 @@ def test_full_disk_does_not_end_the_run(tmp_path: Any, capsys: Any) -> None:
     assert log.num_lost_rows == 2
     assert lines == ["train | step: 1 | loss: 3", "train | step: 2 | loss: 3"]
     assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+def test_rows_of_a_full_disk_are_written_once_there_is_room_and_are_in_the_summary(tmp_path: Any) -> None:
+    log, _ = make_log(tmp_path)
+    log.log(StepMetrics(step=18, loss=3.0, num_input_tokens=180))
+
+    class Disk:
+        """Takes `room` bytes more of what the real file takes."""
+
+        def __init__(self, file: Any, room: int) -> None:
+            self.file, self.room = file, room
+
+        def write(self, content: bytes) -> int:
+            if not self.room:
+                raise OSError(28, "No space left on device")
+            written = self.file.write(content[: self.room])
+            self.room -= written
+            return int(written)
+
+        def close(self) -> None:
+            self.file.close()
+
+    disk = log._file = Disk(log._file, room=10)
+    log.log(StepMetrics(step=21, loss=2.0, num_input_tokens=210))
+    log.log(StepMetrics(step=24, loss=1.0, num_input_tokens=240))
+    assert [row["step"] for row in read_metrics(tmp_path).rows] == [18]
+    assert (log.summary()["step"], log.summary()["final_loss"], log.summary()["num_input_tokens"]) == (24, 1.0, 240)
+    disk.room = 10_000
+    log.close("finished", 24)
+    found = read_metrics(tmp_path)
+    assert found.num_bad_lines == 0 and log.num_lost_rows == 0
+    assert [(row["kind"], row["step"]) for row in found.rows] == [("train", 18), ("train", 21), ("train", 24), ("summary", 24)]
+    assert found.rows[-1]["final_loss"] == 1.0
 
 
 def test_the_last_step_of_a_life_that_was_killed(tmp_path: Any) -> None:
