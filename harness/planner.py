@@ -14,6 +14,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
@@ -24,6 +25,7 @@ from harness.findings import Finding, FindingParser, UserError, format_findings,
 from harness.ladder import MemorySettings
 from harness.machine import Machine, detect_machine
 from harness.memory import machine_factors, measure
+from harness.model_files import names_a_path
 from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOptions
 from harness.monitor import peak_flops
 from harness.partition import parse_size, size_problem
@@ -121,6 +123,14 @@ def _problems(options: argparse.Namespace) -> list[tuple[str, str, str]]:
         found.append(("lora_dropout", f"must be at least 0 and below 1, not {options.lora_dropout}", ""))
     if options.model is None and options.model_type is None:
         found.append(("model", "no model was given", "give --model with a folder, a config.json or a hub name, or --model_type"))
+    if options.model is not None:
+        path = Path(options.model).expanduser()
+        if names_a_path(options.model) and not path.exists():
+            found.append(("model", f"{options.model} does not exist", "give a folder, a config.json, or a hub name that is in the cache"))
+        elif path.is_file() and path.suffix != ".json":
+            found.append(("model", f"{options.model} is no config.json", "give the model's folder or its config.json"))
+    if not options.lora_r and options.target_modules != ["all-linear"]:
+        found.append(("target_modules", "is only used with --lora_r", "add --lora_r 16"))
     if options.model is not None and options.model_type is not None:
         found.append(("model_type", "and --model were both given", "keep one"))
     for name in ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth"):
@@ -313,9 +323,9 @@ def best_of(plans: Sequence[tuple[str, EnginePlan]]) -> EnginePlan | None:
 
 def _model_flags(options: argparse.Namespace) -> list[str]:
     if options.model_type:
-        flags = [f"--model_type {options.model_type}"]
+        flags = [f"--model_type {options.model_type} --tokenizer_name ..."]
     elif options.model.endswith(".json"):
-        flags = [f"--config_name {options.model}"]
+        flags = [f"--config_name {options.model} --tokenizer_name ..."]
     else:
         flags = [f"--model_name_or_path {options.model}"]
     if options.config_overrides:

@@ -94,6 +94,9 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             "--optim_in_backward: frees nothing with 4 micro-batches",
         ),
         ("--model a --lora_r 0", "--lora_r: must be at least 1, not 0"),
+        ("--model a --target_modules q_proj", "--target_modules: is only used with --lora_r"),
+        ("--model ./nothere/config.json", "--model: ./nothere/config.json does not exist"),
+        (f"--model {__file__}", "test_planner.py is no config.json"),
         ("--model a --gpu_mem 80GB", "--gpu_mem: unknown argument -> did you mean --gpu_memory?"),
         (
             "--gpus 24GB --engine zero3 --model a --gpu-memory=80GB",
