@@ -135,6 +135,10 @@ _CONSEQUENCES = re.compile(
     r"STEP .* CANCELLED.*|TCPStore.*(?:[Ff]ailed|timed? out).*|socketPollConnect.*|socketProgress.*|[Rr]emote process exited.*|"
     r"srun: error: .*|slurmstepd: error: .*)"
 )
+# Patterns look for an end from each place of such a run, so that their time grows with its square or more; no metric has as long a one.
+_LONG_RUN = re.compile(r"([ \t]{40})[ \t]+|(\d{40})\d+|([^\W\d_]{100})[^\W\d_]+|(\w{200})\w+")
+_LONG_LINE = 400
+_MAX_LINE = 20_000  # characters of a line that are looked at
 _LAG_S = 0.25  # tqdm draws every 0.1 s; with steps slower than this its last bar is up to date
 _ROOT_CAUSE = "Root Cause (first observed failure)"
 
@@ -221,6 +225,12 @@ def time_in(text: str) -> float | None:
     return moment.timestamp() + (float(f"0.{part['f']}") if part["f"] else 0.0)
 
 
+def _squeezed(text: str) -> str:
+    """A long line without the middle of its blanks, digits and words that go on and on, and without its end if it is no JSON."""
+    kept = text if text.rstrip().endswith("}") else text[:_MAX_LINE]
+    return _LONG_RUN.sub(lambda run: run[run.lastindex or 0], kept)
+
+
 class LogReader:
     """Reads texts and collects what they report.
 
@@ -262,6 +272,8 @@ class LogReader:
             self._line += 1
             for segment in line.split("\r"):
                 segment = _ANSI.sub("", segment)
+                if len(segment) > _LONG_LINE:
+                    segment = _squeezed(segment)
                 if segment.strip():
                     self._segment(segment)
         self._end_table()
