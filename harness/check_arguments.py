@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import glob
 import importlib.util
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 from harness.args import Arguments
 from harness.check_savers import saver_findings
+from harness.checkpoint_files import no_checkpoint
 from harness.findings import Finding
 from harness.host_checks import size_text
 from harness.machine import GIB, Machine
@@ -25,7 +27,7 @@ from harness.model_files import impossible_sizes, names_a_path
 from harness.node_facts import num_local_processes
 from harness.sequence_rules import KEY as SEQUENCE_KEY
 from harness.sequence_rules import job_findings, model_findings
-from harness.user_files import parse_json
+from harness.user_files import parse_json, read_text
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -54,6 +56,8 @@ _WEIGHT_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MAP_ONLY = frozenset(
     ["force_balance", "exclude_cpu", "min_memory_gb", "balance_threshold", "max_memory", "offload_folder", "in_flight_micro_batches"]
 )
+# What a run reads and adds to in its output folder: a pipe under such a name would block it for ever.
+_RUN_FILES = ("config.json", "exit.json", "ladder.json", "plan.json", "metrics.jsonl", "train.log", ".lock")
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -89,8 +93,10 @@ def model_facts(args: Arguments) -> ModelFacts:
         return ModelFacts()
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = parse_json(file.read_text(encoding="utf-8"))
-    except OSError:
+        config = parse_json(read_text(file))
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            return ModelFacts(problems=(Finding("error", key, f"{file} is not a regular file", "copy the model again"),))
         return ModelFacts(problems=(Finding("error", key, f"{source} has no config.json", "the folder that save_pretrained wrote"),))
     except ValueError as error:
         return ModelFacts(problems=(Finding("error", key, f"{file} is not JSON: {error}", "copy the model again"),))
@@ -108,15 +114,17 @@ def _weights(folder: Path, config: Mapping[str, Any], key: str) -> tuple[int | N
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     for index in folder.glob("*.index.json"):
         try:
-            names = sorted({str(name) for name in parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()})
+            names = sorted({str(name) for name in parse_json(read_text(index))["weight_map"].values()})
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None, (Finding("error", key, f"{index} is damaged", "copy the model again"),)
-        missing = [name for name in names if not (folder / name).is_file()]
+        missing = [name for name in names if not (folder / name).exists()]
         if missing:
             message = f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}"
             return None, (Finding("error", key, message, "copy the model again"),)
     if not files:
         return None, (Finding("error", key, f"{folder} has a config but no weights", f"--config_name {folder} to train from scratch"),)
+    if odd := [file for file in files if not file.is_file()]:
+        return None, (Finding("error", key, f"{odd[0]} is not a regular file", "copy the model again"),)
     dtype = str(config.get("dtype", config.get("torch_dtype", "float32"))).removeprefix("torch.")
     return sum(file.stat().st_size for file in files) // _WEIGHT_DTYPE_BYTES.get(dtype, 4), ()
 
@@ -408,6 +416,8 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
             yield Finding("error", "--output_dir", f"{existing} is a file", "a folder")
         elif not os.access(existing, os.W_OK):
             yield Finding("error", "--output_dir", f"cannot write to {existing}", "choose a folder you may write to")
+        elif odd := [target / name for name in _RUN_FILES if (target / name).exists() and not (target / name).is_file()]:
+            yield Finding("error", "--output_dir", f"{odd[0]} is not a regular file", "remove it, or choose another folder")
         else:
             free = shutil.disk_usage(existing).free
             needed = 16 * (facts.num_params or 0)  # a checkpoint (fp32 and Adam) and final/
@@ -419,6 +429,8 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
     resume = train.resume_from_checkpoint
     if resume and resume.lower() not in ("auto", "latest", "true") and not Path(resume).is_dir():
         yield Finding("error", "--resume_from_checkpoint", f"{resume} does not exist", "auto, latest, or a checkpoint folder")
+    elif resume and resume.lower() not in ("auto", "latest", "true") and (none := no_checkpoint(Path(resume))):
+        yield Finding("error", "--resume_from_checkpoint", *none)
     if resume and train.overwrite_output_dir:
         yield Finding("error", "--resume_from_checkpoint", "and --overwrite_output_dir contradict each other", "keep one")
 

@@ -149,7 +149,7 @@ def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
             if not files:
                 problems.append(Finding("error", key, f"no file matches {entry}", "quote globs so that ** reaches the program"))
         else:
-            problems.append(Finding("error", key, f"{entry} does not exist", _close_name(path)))
+            problems.append(_not_there(entry, path, key))
             continue
         for file in files:
             if isinstance(file, SourceFile) and file.suffix not in SUFFIXES:
@@ -171,6 +171,12 @@ def _files_below(folder: Path) -> list[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         files += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
     return [file for file in files if SourceFile(file, False).suffix in SUFFIXES and file.is_file()]
+
+
+def _not_there(entry: str, path: Path, key: str) -> Finding:
+    if path.exists():  # read twice, once for its kind and once for its rows, and again by the next run
+        return Finding("error", key, f"{entry} is a pipe or a device", "give a regular file: write what comes out of it into one")
+    return Finding("error", key, f"{entry} does not exist", _close_name(path))
 
 
 def _close_name(path: Path) -> str:

@@ -14,6 +14,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.user_files import parse_json, read_text
+
 _NAME = re.compile(r"(?:checkpoint|step|epoch)[-_](\d+)$")
 TRAINER_STATE = "trainer_state.json"
 
@@ -58,8 +60,8 @@ def problem_of(path: Path, num_ranks: int, since_s: float) -> str | None:
 
 def _trainer_problem(path: Path, num_ranks: int) -> str | None:
     try:
-        json.loads((path / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError):
+        parse_json(read_text(path / TRAINER_STATE))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
         return f"{TRAINER_STATE}, which is written last, is not there or not whole"
     names = ["rng_state.pth"] if num_ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(num_ranks)]
     if missing := [name for name in names if not (path / name).exists()]:
@@ -86,7 +88,7 @@ def _has_optimizer(path: Path, name: str, num_ranks: int) -> bool:
 def _deepspeed_parts(path: Path) -> Iterator[list[Path]]:
     """The ranks' optimizer files of each of DeepSpeed's folders that a file `latest` names."""
     for latest in path.rglob("latest"):
-        yield list((latest.parent / latest.read_text(encoding="utf-8").strip()).glob("*_optim_states.pt"))
+        yield list((latest.parent / read_text(latest).strip()).glob("*_optim_states.pt"))
 
 
 def is_whole(path: Path) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from harness.findings import Finding, UserError, user_error
+from harness.user_files import json_problem, parse_json, parse_yaml, read_text, read_user_text
 
 Launcher = Literal["accelerate", "torchrun", "deepspeed", "python", "other"]
 _PROGRAMS: dict[str, Launcher] = {
@@ -105,7 +106,7 @@ class Script:
 def read_script(path: Path) -> Script:
     """What can be read of a script; an empty answer where there is none, or it is no Python."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
         tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError):
         return Script()
@@ -309,13 +310,11 @@ def read_config_file(path: Path, key: str) -> dict[str, Any]:
     Raises:
         UserError: not there, not readable, or no mapping.
     """
+    text = read_user_text(path, key)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))  # YAML reads JSON too
-        if path.suffix == ".json":
-            content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise user_error(key, f"cannot read {path}: {reason}", "give the path of an existing file") from None
+        content = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
+        raise user_error(key, f"cannot read {path}: {json_problem(error)}", "mend the file") from None
     if not isinstance(content, dict):
         raise user_error(key, f"{path} holds a {type(content).__name__}, not names with values", "see the launcher's documentation")
     return content

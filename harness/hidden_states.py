@@ -38,7 +38,7 @@ from harness.model_units import block_classes, find_units
 from harness.modeling import load_config, load_tokenizer
 from harness.partition import Device
 from harness.placement import free_memory, get_model_input_device, meta_model, torch_device
-from harness.user_files import parse_json, read_user_text
+from harness.user_files import parse_json, read_text, read_user_text
 
 log = logging.getLogger("harness")
 
@@ -195,7 +195,7 @@ class StateFolder:
         self.folder = folder
         self.flag = flag
         try:
-            self.manifest = parse_json((folder / MANIFEST).read_text(encoding="utf-8"))
+            self.manifest = parse_json(read_text(folder / MANIFEST))
             self.files: dict[str, str] = {str(entry["key"]): str(entry["file"]) for entry in self.manifest["states"]}
         except (OSError, ValueError, TypeError, KeyError):
             raise user_error(flag, f"{folder} holds no {MANIFEST}", "give the output folder of a finished run") from None

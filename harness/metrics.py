@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from harness.user_files import parse_json
+from harness.user_files import MAX_LOG_BYTES, open_regular, parse_json, read_text
 
 Kind = Literal["train", "eval", "event", "gpu", "summary"]
 KINDS: tuple[str, ...] = ("train", "eval", "event", "gpu", "summary")
@@ -296,7 +296,7 @@ def read_metrics(path: str | Path, keep_superseded: bool = False) -> MetricsFile
         path = path / METRICS_FILE
     rows: list[dict[str, Any]] = []
     num_bad_lines = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # splitlines would also cut at U+2028 inside texts
+    for line in read_text(path, errors="replace", max_bytes=MAX_LOG_BYTES).split("\n"):  # splitlines would also cut at U+2028 inside texts
         if not line.strip():
             continue
         try:
@@ -313,7 +313,7 @@ def read_metrics(path: str | Path, keep_superseded: bool = False) -> MetricsFile
 def last_train_step(path: str | Path) -> int:
     """Step of the last train row of a `metrics.jsonl`, read from its end; 0 where there is none."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 2**18))
             lines = file.read().decode("utf-8", errors="replace").split("\n")
     except OSError:

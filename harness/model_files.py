@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness.findings import Finding
-from harness.user_files import parse_json
+from harness.user_files import open_regular, parse_json, read_text
 
 _MAX_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
 _POINTER = b"version https://git-lfs"
@@ -41,8 +42,8 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
         ValueError: not such a file, or cut off; says how.
         OSError: it cannot be read.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         start = file.read(8)
         if len(start) < 8:
             raise ValueError(f"has only {size} bytes")
@@ -71,7 +72,7 @@ def read_safetensors_header(path: Path) -> SafetensorsFile:
 
 def _read_json(path: Path) -> tuple[dict[str, Any] | None, Finding | None]:
     try:
-        values = parse_json(path.read_text(encoding="utf-8"))
+        values = parse_json(read_text(path))
     except FileNotFoundError:
         return None, Finding("error", str(path), "is missing", "download the model again")
     except (OSError, ValueError) as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 
 from harness.findings import Finding, FindingParser, format_findings
 from harness.metrics import METRICS_FILE, own_row, to_json_line
+from harness.user_files import open_regular, parse_json, read_text
 
 GIB = 2**30
 _EXIT_FILE = "exit.json"
@@ -410,7 +410,7 @@ class RunFollower:
             size = path.stat().st_size
             if size < self._offset:  # another file under the same name
                 self._reset()
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
@@ -441,7 +441,7 @@ class RunFollower:
     def exit(self) -> dict[str, Any] | None:
         """How the run ended, if it has and nothing was written after."""
         try:
-            ended = json.loads((self.folder / _EXIT_FILE).read_text(encoding="utf-8"))
+            ended = parse_json(read_text(self.folder / _EXIT_FILE))
         except (OSError, ValueError):
             return None
         newest = max((row.get("time_s", 0.0) for row in (self.train, *self.events[-1:])), default=0.0)

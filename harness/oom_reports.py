@@ -14,7 +14,7 @@ from harness import rank_hook
 from harness.checkpoint_files import write_json
 from harness.ladder import MemorySettings, Rung
 from harness.rank_hook import size_in
-from harness.user_files import parse_json
+from harness.user_files import parse_json, read_text
 
 LADDER_FILE = "ladder.json"
 
@@ -60,7 +60,7 @@ def _other_processes(device: torch.device) -> list[str]:
 
 def _content(folder: Path) -> dict[str, Any]:
     try:
-        content = parse_json((folder / LADDER_FILE).read_text(encoding="utf-8"))
+        content = parse_json(read_text(folder / LADDER_FILE))
         return content if isinstance(content, dict) else {}
     except (OSError, ValueError):
         return {}

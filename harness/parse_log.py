@@ -27,6 +27,7 @@ from typing import Any
 from harness.findings import FindingParser, UserError, format_findings, user_error
 from harness.log_formats import Failure, LogReader, Row, is_finite, read_state_file
 from harness.metrics import METRICS_FILE, read_metrics, summarize, superseded_indices, to_json_line
+from harness.user_files import MAX_LOG_BYTES, read_text
 
 _LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 _MAX_DEPTH = 4  # torchrun's --log-dir nests run/attempt/rank/stderr.log
@@ -165,14 +166,14 @@ def rank_of_path(path: Path) -> int | None:
 
 def _read(path: Path) -> LogReader:
     reader = LogReader(str(path), rank_of_path(path))
-    reader.feed(path.read_bytes().decode("utf-8", errors="replace"))  # not read_text: it would turn carriage returns into newlines
+    reader.feed(read_text(path, errors="replace", max_bytes=MAX_LOG_BYTES))  # not read_text: it would turn carriage returns into newlines
     return reader
 
 
 def _parse_file(path: Path) -> RunLog:
     if path.name == "trainer_state.json":
         try:
-            return RunLog(str(path), records=read_state_file(path.read_text(encoding="utf-8", errors="replace")))
+            return RunLog(str(path), records=read_state_file(read_text(path, errors="replace")))
         except ValueError as error:
             raise user_error(str(path), f"is not a trainer state: {error}") from None
     if path.suffix == ".jsonl" or path.name == METRICS_FILE:
@@ -214,7 +215,7 @@ def _parse_folder(folder: Path) -> RunLog:
         histories = []
         for file in _state_files(folder):
             with _reading(file, unreadable), contextlib.suppress(ValueError):  # a damaged one; the others say the same
-                histories.append(read_state_file(file.read_text(encoding="utf-8", errors="replace")))
+                histories.append(read_state_file(read_text(file, errors="replace")))
         run.records = max(histories, key=len, default=[])
     return run
 
@@ -235,9 +236,9 @@ def _from_metrics(path: Path) -> RunLog:
 def _from_csv(path: Path) -> list[Row]:
     """Rows of a CSV with a header, as Lightning's CSV logger writes it."""
     reader = LogReader(str(path))
-    with open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        for row in csv.DictReader(file):
-            reader.add_named("csv", {name: value for name, value in row.items() if name and value})
+    text = read_text(path, encoding="utf-8-sig", errors="replace", max_bytes=MAX_LOG_BYTES)
+    for row in csv.DictReader(io.StringIO(text, newline="")):
+        reader.add_named("csv", {name: value for name, value in row.items() if name and value})
     return reader.records
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.findings import user_error
-from harness.user_files import parse_json
+from harness.user_files import parse_json, read_text
 
 log = logging.getLogger("harness")
 
@@ -171,7 +171,7 @@ class ZeroWeights:
 def is_trainer_checkpoint(folder: Path) -> bool:
     """True for a checkpoint folder of transformers' Trainer."""
     try:
-        content = parse_json((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        content = parse_json(read_text(folder / "trainer_state.json"))
         return isinstance(content, dict) and "global_step" in content
     except (OSError, ValueError):
         return False
@@ -185,7 +185,7 @@ def trainer_facts(folder: Path) -> dict[str, Any]:
     """
     path = folder / "trainer_state.json"
     try:
-        facts = parse_json(path.read_text(encoding="utf-8"))
+        facts = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         raise user_error("--resume_from_checkpoint", f"{path} cannot be read: {error}", "give another checkpoint") from None
     names = ("global_step", "epoch", "max_steps", "num_input_tokens_seen")
@@ -218,12 +218,19 @@ class TrainerState:
         self.facts = trainer_facts(folder)
         self.where: dict[str, Any] = {}
         for path in sorted(folder.glob("model*.safetensors")):
-            handle = safe_open(str(path), framework="pt", device="cpu")
+            try:
+                handle = safe_open(str(path), framework="pt", device="cpu")
+            except Exception as error:  # safetensors' own, or the file system's
+                reason = f"{path} cannot be read: {str(error).splitlines()[0]}"
+                raise user_error("--resume_from_checkpoint", reason, "give another checkpoint, or copy this one again") from None
             self.where.update(dict.fromkeys(handle.keys(), handle))
         self.names = list(self.where)
         self.averages: dict[str, dict[str, Tensor]] = {}
         self.num_updates: int | None = None
         self.problem = self._read_optimizer(folder / "optimizer.pt", parameters, groups)
+        if self.problem is not None:  # half of it is of no use
+            self.averages.clear()
+            self.num_updates = None
 
     def _read_optimizer(self, path: Path, parameters: dict[str, tuple[int, ...]], groups: list[list[str]]) -> str | None:
         if not path.exists():
@@ -231,7 +238,13 @@ class TrainerState:
         try:
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            return f"optimizer.pt cannot be read safely ({str(error).splitlines()[0]})"
+            return f"optimizer.pt cannot be read safely ({(str(error) or type(error).__name__).splitlines()[0]})"
+        try:
+            return self._take_averages(stored, parameters, groups)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            return f"optimizer.pt holds no optimizer's state ({type(error).__name__}: {error})"
+
+    def _take_averages(self, stored: Any, parameters: dict[str, tuple[int, ...]], groups: list[list[str]]) -> str | None:
         numbers = [group["params"] for group in stored["param_groups"]]
         numbers = [group for group in numbers if group]
         if [len(group) for group in numbers] != [len(group) for group in groups]:
@@ -241,7 +254,6 @@ class TrainerState:
         for name, number in zip(chain(*groups), chain(*numbers), strict=True):
             state = stored["state"].get(number, {})
             if not all(kind in state and tuple(state[kind].shape) == parameters[name] for kind in AVERAGES):
-                self.averages.clear()
                 return f"its state number {number} does not fit {name}"
             self.averages[name] = state
             self.num_updates = int(state["step"])

@@ -6,10 +6,14 @@ RecursionError, and PyYAML's constructors let through what Python says about a d
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from harness.findings import user_error
 
@@ -17,20 +21,81 @@ from harness.findings import user_error
 MAX_YAML_VALUES = 100_000
 
 
+# Of a file of settings, and of a log or a table of metrics: far above any that there is, far below a machine's memory.
+MAX_TEXT_BYTES = 256 * 2**20
+MAX_LOG_BYTES = 8 * 2**30
+# Brackets within brackets: no file that a person or a program wrote has as many, and readers take time or stack for each.
+MAX_NESTING = 200
+_JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+_YAML_MARKS = re.compile(r"[\[\]{}]")  # wherever they stand: a quote in a comment or within a word opens no text
+_OWN_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # `<(...)` and `|` of a shell: the user's own writer is there
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Opens a file to be read, if it is an ordinary one: a named pipe without a writer would block for ever, a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened, or is a pipe, a device or a folder.
+    """
+    mode = os.stat(path).st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and str(path).startswith(_OWN_PIPES)):
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return open(path, "rb")
+
+
+def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """All of an ordinary file.
+
+    Raises:
+        OSError: as `open_regular`; larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"has more than {max_bytes} bytes", str(path))
+    return content
+
+
+def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """All of an ordinary file as text, with its line ends as they are.
+
+    Raises:
+        OSError: as `read_bytes`.
+        UnicodeDecodeError: not of this encoding.
+    """
+    return read_bytes(path, max_bytes).decode(encoding, errors)
+
+
 def read_user_text(path: str | Path, key: str, fix: str = "give the path of an existing file") -> str:
     """A text file in UTF-8, with or without a byte order mark.
 
     Raises:
-        UserError: not there, not readable, or not UTF-8.
+        UserError: not there, not readable, no regular file, too large, or not UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8-sig")
+        return read_text(path, encoding="utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
+        fix = "give the path of a regular file" if error.errno in (errno.EINVAL, errno.EISDIR, errno.EFBIG) else fix
         raise user_error(key, f"cannot read {path}: {error.strerror}", fix) from None
     except UnicodeDecodeError as error:
         raise user_error(key, f"{path} is not UTF-8 (byte {error.start})", "save it as UTF-8") from None
     except ValueError as error:  # a null character in the name
         raise user_error(key, f"cannot read {str(path)!r}: {error}", fix) from None
+
+
+def _nested_too_deeply(text: str, marks: re.Pattern[str]) -> bool:
+    """Whether more than `MAX_NESTING` brackets are open somewhere."""
+    if text.count("[") + text.count("{") <= MAX_NESTING:
+        return False
+    depth = 0
+    for match in marks.finditer(text):
+        mark = match[0]
+        depth = depth + 1 if mark in "[{" else max(0, depth - 1) if mark in "]}" else depth
+        if depth > MAX_NESTING:
+            return True
+    return False
 
 
 # Keys that only one kind of file has, and the flag that takes this kind.
@@ -60,6 +125,8 @@ def parse_json(text: str, **options: Any) -> Any:
     Raises:
         ValueError: of json's own kind where it says a place.
     """
+    if _nested_too_deeply(text, _JSON_MARKS):
+        raise ValueError("nested too deeply")
     try:
         return json.loads(text, **options)
     except RecursionError:
@@ -79,6 +146,8 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: not YAML, a value that is none of its kind, or aliases that stand for too much.
     """
+    if _nested_too_deeply(text, _YAML_MARKS):  # PyYAML takes time that grows with the square of the depth
+        raise ValueError("nested too deeply")
     import yaml  # not above: the launcher reads host files by this module before anything is installed
 
     try:

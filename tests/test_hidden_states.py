@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import time
 import urllib.request
@@ -134,6 +135,12 @@ def test_a_single_layer_from_saved_inputs(models: dict[str, tuple[Path, Any]], k
     places = StateFolder(tmp_path / "one", "").manifest["device_map"]
     blocks = {name: place for name, place in places.items() if name.rpartition(".")[2].isdigit()}
     assert [name.rpartition(".")[2] for name, place in blocks.items() if place == "cpu"] == [str(layer - 1)]
+
+
+def test_a_pipe_for_a_manifest_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(UserError, match=f"holds no {MANIFEST}"):
+        StateFolder(tmp_path, "--compare")
 
 
 def test_a_single_layer_on_random_states(models: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
