@@ -238,14 +238,24 @@ def _end_before_training(stop: Any, folder: Path, rank: int, started_s: float) -
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     except ValueError:  # not in the main thread of somebody's program
         return
-    owner = os.getpid()
-    # Workers that are forked, and ended by a signal, tell nobody.
-    os.register_at_fork(after_in_child=lambda: os.getpid() == owner or signal.set_wakeup_fd(-1))
+    told = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+    def leave() -> None:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, told)
+
+    # Workers that are forked, and ended by a signal at any time, tell nobody.
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, told),
+        after_in_child=leave,
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, told),
+    )
 
     def watch() -> None:
         while not stop.saves:
             for number in os.read(reader, 64):
-                if not stop.saves and number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+                if not stop.saves and number in told:
                     reason = f"stopped by {signal.Signals(number).name} before training had begun"
                     print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
                     run_folder.record_exit(folder if rank == 0 else None, PREEMPTED, reason, rank, started_s)
