@@ -339,6 +339,9 @@ class Checkpointer:
         """
         if wanted not in ("auto", "latest"):
             folder = Path(wanted)
+            none = self.coordinator.broadcast(files.no_checkpoint(folder) if self.coordinator.is_main_process else None)
+            if none is not None and folder.is_dir():
+                raise user_error("--resume_from_checkpoint", *none)
             problem = "does not exist" if not folder.is_dir() else self._verify(folder)
             if problem:
                 raise user_error("--resume_from_checkpoint", f"{wanted}: {problem}", "give another, or 'latest' for the newest usable one")

@@ -52,6 +52,23 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted((path for path in output_dir.iterdir() if path.is_dir() and step_of(path) >= 0), key=step_of, reverse=True)
 
 
+def no_checkpoint(folder: Path) -> tuple[str, str] | None:
+    """For a folder that was given as a checkpoint, ours or one of transformers' Trainer, and cannot be one.
+
+    Returns:
+        (what is wrong, what to give instead), or None where it can be a checkpoint, whole or not.
+    """
+    try:
+        if (folder / STATE_FILE).exists() or (folder / MANIFEST).exists() or step_of(folder) >= 0:
+            return None
+        inside = [path for path in list_checkpoints(folder) if (path / COMPLETE).exists() or (path / STATE_FILE).exists()]
+    except OSError as error:
+        return f"{folder} cannot be looked into: {error.strerror}", "a folder that you may read"
+    if inside:
+        return f"{folder} is no checkpoint, it holds {len(inside)}", f"the newest one: {inside[0]}"
+    return f"{folder} is no checkpoint and holds none", f"a folder like out/{checkpoint_name(500)}, or 'latest' for the newest usable one"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")

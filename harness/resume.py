@@ -391,7 +391,11 @@ def _from_trainer(folder: Path, args: Arguments, trainer: Trainer, coordinator: 
     anew = engine.adopt(source, state.step if source.num_updates is None else source.num_updates)
     trainer.state = state
     coordinator.wait_for_everyone("checkpoint of the Trainer read")
-    log.info("taken over from transformers' Trainer: weights, step %d%s", state.step, "" if anew else ", optimizer state, learning rate")
+    without = next((part for part in anew if part.startswith("the optimizer")), None)
+    optimizer = (
+        "optimizer state, learning rate" if without is None else f"but not {without}{f': {source.problem}' if source.problem else ''}"
+    )
+    log.info("taken over from transformers' Trainer: weights, step %d, %s", state.step, optimizer)
     reasons = f" ({source.problem})" if source.problem else ""
     begins = [f"{part}{reasons if part.startswith('the optimizer') else ''}" for part in anew]
     log.warning(

@@ -132,6 +132,7 @@ ARGUMENT_RULES = [
     Rule("--use_liger_kernel", "error", "contradict each other", "--use_liger_kernel --no_custom_kernels", "--no_custom_kernels"),
     Rule("--report_to", "error", "keep one of the two", "--report_to none tensorboard", "--report_to tensorboard"),
     Rule("--resume_from_checkpoint", "error", "does not exist", "--resume_from_checkpoint /no/such", "--resume_from_checkpoint auto"),
+    Rule("--resume_from_checkpoint", "error", "/ is no checkpoint", "--resume_from_checkpoint /", "--resume_from_checkpoint latest"),
     Rule(
         "--resume_from_checkpoint",
         "error",
@@ -378,10 +379,13 @@ def test_offload_must_fit_the_host(tmp_path: Path) -> None:
 
 
 def test_disk_too_small_for_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 1e9 parameters: 16 bytes each in a checkpoint with Adam's state and final/, and a quarter of a GiB for the rest.
+    # 1e9 parameters: 16 bytes each in a checkpoint with Adam's state and final/; a little besides for what is neither.
     flags = f"--model_name_or_path {model_folder(tmp_path / 'm', num_bytes=2 * 10**9, dtype='bfloat16')} --output_dir {tmp_path}/out"
-    where = f"are free at {tmp_path}, and one checkpoint needs about 15.2 GiB"
-    for free_gib, expected in ((15, [f"15.0 GiB {where}"]), (12 / 1024, [f"12 MiB {where}"]), (16, [])):
+    where = f"are free at {tmp_path}, and one checkpoint needs about 14.9 GiB"
+    little = f"are free at {tmp_path}, and logs, metrics and the tokenizer's files need up to 16 MiB"
+    tiny = f"--model_name_or_path {model_folder(tmp_path / 't', num_bytes=40_000, dtype='bfloat16')} --output_dir {tmp_path}/out"  # 0.3 MiB
+    cases = [(flags, 14, [f"14.0 GiB {where}"]), (flags, 12 / 1024, [f"12 MiB {where}"]), (flags, 15, [])]
+    for flags, free_gib, expected in [*cases, (tiny, 12 / 1024, [f"12 MiB {little}"]), (tiny, 20 / 1024, [])]:
         usage = shutil.disk_usage(tmp_path)._replace(free=int(free_gib * GIB))
         monkeypatch.setattr("harness.check_arguments.shutil.disk_usage", lambda path, usage=usage: usage)
         assert [finding.message for finding in run_findings(flags) if finding.key == "--output_dir"] == expected

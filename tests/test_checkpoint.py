@@ -178,6 +178,15 @@ def test_without_a_usable_checkpoint_auto_begins_and_latest_refuses(tmp_path: Pa
         checkpointer.find("nowhere")
 
 
+def test_a_runs_folder_given_as_a_checkpoint_is_told_its_newest(tmp_path: Path) -> None:
+    checkpointer, _, _ = make(tmp_path)
+    checkpointer.save(1, {}, wait=True)
+    with pytest.raises(UserError) as caught:
+        checkpointer.find(str(tmp_path))
+    [finding] = caught.value.findings
+    assert (finding.message, finding.fix) == (f"{tmp_path} is no checkpoint, it holds 1", f"the newest one: {tmp_path}/checkpoint-1")
+
+
 def test_rotation_keeps_the_limit_and_the_best(tmp_path: Path) -> None:
     checkpointer, _, _ = make(tmp_path, keep=2)
     for step in (1, 2, 3, 4):

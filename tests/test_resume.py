@@ -20,7 +20,7 @@ from harness.findings import UserError
 from harness.host_copies import HostCopies
 from harness.parsing import parse_args
 from harness.resume import _trainer_run, check, compare, config_facts, loads_directly, template_facts
-from harness.stored_state import DcpState, engine_family, whole
+from harness.stored_state import DcpState, TrainerState, engine_family, whole
 from harness.trainer import Trainer, TrainState
 
 RUN: dict[str, Any] = {
@@ -346,3 +346,67 @@ def test_a_folder_of_a_start_that_was_killed_is_taken_and_a_users_is_not(names: 
     with pytest.raises(UserError, match=re.escape(f"is not empty and holds no run of this kind ({refused})")):
         run_folder.prepare(tmp_path, args)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
+def trainer_folder(folder: Path, optimizer: Any) -> Path:
+    """What transformers' Trainer leaves of a model of two weights; the optimizer's file holds bytes as they are, anything else by torch."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 3}))
+    save_file({"first": torch.ones(2), "second": torch.ones(3)}, folder / "model.safetensors")
+    if isinstance(optimizer, bytes):
+        (folder / "optimizer.pt").write_bytes(optimizer)
+    elif optimizer is not None:
+        torch.save(optimizer, folder / "optimizer.pt")
+    return folder
+
+
+def averages(size: int) -> dict[str, Any]:
+    return {"step": torch.tensor(3.0), "exp_avg": torch.full((size,), 0.5), "exp_avg_sq": torch.ones(size)}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "problem"),
+    [
+        ({"state": {0: averages(2), 1: averages(3)}, "param_groups": [{"params": [0, 1]}]}, None),
+        (None, "there is no optimizer.pt"),
+        (b"cut off", "optimizer.pt cannot be read safely"),
+        (b"", "optimizer.pt cannot be read safely"),
+        ([1, 2], "optimizer.pt holds no optimizer's state (TypeError"),
+        ({"state": {}}, "optimizer.pt holds no optimizer's state (KeyError"),
+        ({"state": {0: averages(2), 1: averages(4)}, "param_groups": [{"params": [0, 1]}]}, "its state number 1 does not fit second"),
+        ({"state": {0: averages(2), 1: None}, "param_groups": [{"params": [0, 1]}]}, "optimizer.pt holds no optimizer's state (TypeError"),
+    ],
+)
+def test_an_optimizer_of_the_trainer_is_taken_whole_or_not_at_all(optimizer: Any, problem: str | None, tmp_path: Path) -> None:
+    folder = trainer_folder(tmp_path / "checkpoint-3", optimizer)
+    source = TrainerState(folder, {"first": (2,), "second": (3,)}, [["first", "second"]])
+    assert source.num_updates == (3 if problem is None else None)
+    assert sorted(source.averages) == (["first", "second"] if problem is None else [])
+    assert source.problem is None if problem is None else str(source.problem).startswith(problem)
+
+
+def test_damaged_weights_of_the_trainer_are_wrong_input(tmp_path: Path) -> None:
+    folder = trainer_folder(tmp_path / "checkpoint-3", None)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=f"--resume_from_checkpoint: {folder}/model.safetensors cannot be read: "):
+        TrainerState(folder, {}, [])
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_from_an_unfinished_one(tmp_path: Path) -> None:
+    from harness.checkpoint_files import no_checkpoint
+
+    run = tmp_path / "out"
+    for step in (5, 40, 300):
+        (run / f"checkpoint-{step}").mkdir(parents=True)
+    (run / "checkpoint-5/COMPLETE").touch()
+    (run / "checkpoint-40/COMPLETE").touch()
+    assert no_checkpoint(run) == (f"{run} is no checkpoint, it holds 2", f"the newest one: {run}/checkpoint-40")
+    assert no_checkpoint(run / "checkpoint-300") is None  # still being written: said with its own words
+    (run / "final").mkdir()
+    (run / "final/config.json").write_text("{}")
+    nothing = "a folder like out/checkpoint-500, or 'latest' for the newest usable one"
+    assert no_checkpoint(run / "final") == (f"{run}/final is no checkpoint and holds none", nothing)
+    assert no_checkpoint(Path("/")) == ("/ is no checkpoint and holds none", nothing)
+    assert no_checkpoint(trainer_folder(tmp_path / "renamed", None)) is None
