@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Iterator
 
 from harness import device_map_text
@@ -110,13 +112,56 @@ def _aliases(args: Arguments) -> Iterator[Finding]:
             train.auto_memory = "off"
 
 
+# The largest values that mean anything, far above all in use; beyond them the run would end, or be taken apart, in some library.
+_MAX_SEED = 2**32 - 1  # of NumPy's generators
+_MOST = {
+    **{"seed": _MAX_SEED, "data_seed": _MAX_SEED, "ddp_timeout": 10**9, "target_batch_size": 10**9},
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 10**6),
+    **{"dataloader_num_workers": 1024, "preprocessing_num_workers": 1024, "lora_r": 10**6, "lora_alpha": 10**6},
+}
+_MOST_OF_ALL = 2**53  # from there on not every whole number is a float
+_LEAST = {"seed": 0, "data_seed": 0, "ddp_timeout": 1}
+_MAY_BE_INFINITE = frozenset(["max_grad_norm"])  # the norm is measured, nothing is clipped
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux's file systems
+_PATHS = (
+    *("output_dir", "data_cache_dir", "cache_dir", "model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "dataset_mix"),
+    *("train_file", "validation_file", "resume_from_checkpoint", "nvme_path", "offload_folder"),
+)
+
+
+def _limit_problems(args: Arguments) -> Iterator[Finding]:
+    """Numbers and paths that no machine can take."""
+    for name, value in args.to_dict().items():
+        if isinstance(value, float) and not math.isfinite(value) and not (name in _MAY_BE_INFINITE and value > 0):
+            yield _error(name, f"must be a finite number, not {value}", "leave it out for the default")
+        elif isinstance(value, (int, float)) and value > _MOST.get(name, _MOST_OF_ALL) and name not in _MAY_BE_INFINITE:
+            shown = value if value < 10**20 else f"{len(str(int(value)))} digits"
+            yield _error(name, f"must be at most {_MOST.get(name, _MOST_OF_ALL)}, not {shown}", "a smaller number")
+        elif isinstance(value, int) and value < _LEAST.get(name, -_MOST_OF_ALL):
+            yield _error(name, f"must be at least {_LEAST.get(name, -_MOST_OF_ALL)}, not {value}", "a larger number")
+        elif name in _PATHS:
+            for path in value if isinstance(value, list) else [value]:
+                if isinstance(path, str) and (problem := _path_problem(path)):
+                    yield _error(name, problem, "a shorter path" if "long" in problem else "another path")
+
+
+def _path_problem(path: str) -> str | None:
+    if "\0" in path:
+        return "holds a null character"
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.split("/")):
+        return f"is too long: a name in it has more than {_MAX_NAME_BYTES} bytes"
+    if len(os.fsencode(os.path.abspath(path))) > _MAX_PATH_BYTES:
+        return f"is too long: more than {_MAX_PATH_BYTES} bytes"
+    return None
+
+
 def _number_problems(train: TrainArguments, data: DataArguments) -> Iterator[Finding]:
     """Numbers outside of what is possible."""
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(train, name) < 1:
             yield _error(name, f"must be at least 1, not {getattr(train, name)}")
     for name in ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "adam_epsilon", "gpu_monitor_interval_s"):
-        if not getattr(train, name) >= 0:
+        if getattr(train, name) < 0:
             yield _error(name, f"must not be negative, but is {getattr(train, name)}")
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(train, name) < 1:
@@ -198,6 +243,8 @@ def _combination_problems(args: Arguments) -> Iterator[Finding]:
 def resolve(args: Arguments) -> list[Finding]:
     """Aliases become the one value that is used. Returns every contradiction and every impossible value, as errors."""
     train = args.train
+    limits = list(_limit_problems(args))
+    beyond = {finding.key for finding in limits}  # what else is wrong with such a value is of no use
     problems = [
         *_aliases(args),
         *_number_problems(train, args.data),
@@ -209,4 +256,5 @@ def resolve(args: Arguments) -> list[Finding]:
     ]
     engine = next((name for name in ("deepspeed", "fsdp") if getattr(train, name)), None)
     problems += device_map_text.resolve(args.maps, engine, world_size_from_environment())
-    return [*problems, *_lora_problems(args.lora, args.typed)]
+    problems += _lora_problems(args.lora, args.typed)
+    return [*limits, *(finding for finding in problems if finding.key not in beyond)]

@@ -28,6 +28,7 @@ _TRUE = ("", "true", "1", "yes", "on")
 ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 # Settings that only a DeepSpeed JSON can say.
 _DEEPSPEED_ONLY = ("reduce_bucket_size", "prefetch_bucket_size", "max_live_parameters")
+MAX_COUNT = 1_000_000  # micro-batches of a step, and samples of one
 _ZERO_KEYS = {
     "reduce_bucket_size": "reduce_bucket_size",
     "prefetch_bucket_size": "stage3_prefetch_bucket_size",
@@ -80,7 +81,7 @@ class ForeignSettings:
         engine: "zero1", "zero2", "zero3", "fsdp" or "ddp", for the planner.
 
     Raises:
-        UserError: a file that the command names cannot be read.
+        UserError: a file that the command names cannot be read, or no step could have as many samples.
     """
 
     def __init__(self, command: Command, names: Mapping[str, str], environ: Mapping[str, str]) -> None:
@@ -92,6 +93,7 @@ class ForeignSettings:
         if (self.micro is None or self.accumulate is None) and self.deepspeed is not None:
             self.micro, self.accumulate = self._deepspeed_batch(self.deepspeed.content)
         self.checkpointing, self.resume = self._place("checkpointing"), self._place("resume")
+        _refuse_huge(self.micro, self.accumulate)
         self.accumulation = _count(self.accumulate) or 1
         self.engine = self._engine()
         self.start = self._start()
@@ -411,8 +413,24 @@ def _is_true(value: Any) -> bool:
 def _count_of(value: Any) -> int | None:
     try:
         return int(value) if int(value) > 0 else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _refuse_huge(*places: Place | None) -> None:
+    """The divisors of a step's samples are looked for one by one.
+
+    Raises:
+        UserError: more samples or micro-batches than any step has.
+    """
+    huge = [place for place in places if place is not None and (_count(place) or 0) > MAX_COUNT]
+    if huge:
+        raise UserError(
+            Finding(
+                "error", f"--{place.name}" if place.kind == "flag" else place.name, f"must be at most {MAX_COUNT:,}", "a smaller number"
+            )
+            for place in huge
+        )
 
 
 def _count(place: Place | None) -> int | None:

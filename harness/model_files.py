@@ -163,7 +163,11 @@ def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]
     return [Finding("info", "estimated fit", f"{needed} of {smallest / 2**30:.1f} GiB, before activations", "harness plan has the details")]
 
 
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size", "num_key_value_heads")
+# Sizes in a config (also under GPT-2's names) with a limit that no model comes near: building one of 10^9 layers takes all the memory.
+_SIZES = {
+    **{"hidden_size": 2**24, "intermediate_size": 2**28, "vocab_size": 2**31, "num_attention_heads": 2**20, "num_key_value_heads": 2**20},
+    **{"num_hidden_layers": 10_000, "n_embd": 2**24, "n_inner": 2**28, "n_head": 2**20, "n_layer": 10_000},
+}
 
 
 def names_a_path(source: str) -> bool:
@@ -182,10 +186,12 @@ def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
     def bad(key: str, message: str) -> None:
         findings.append(Finding("error", key, message, "correct the model's config.json"))
 
-    for key in _SIZES:
+    for key, most in _SIZES.items():
         value = value_of(key)
         if isinstance(value, str) or (isinstance(value, (int, float)) and not (1 <= value < 2**63 and value == int(value))):
             bad(key, f"must be a positive whole number, not {value!r}")
+        elif isinstance(value, (int, float)) and value > most:
+            bad(key, f"{value} is beyond all models; at most {most:,}")
     hidden, heads, groups = (value_of(key) for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if findings or not isinstance(heads, int):
         return findings

@@ -689,6 +689,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "qwen3", "num_attention_heads": 300, "head_dim": 8}, "300 heads are more than the hidden size 256"),
     ({"num_key_value_heads": 3}, "8 heads cannot share 3 key-value heads"),
     ({"num_hidden_layers": -2}, "num_hidden_layers: must be a positive whole number, not -2"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is beyond all models; at most 10,000"),
     ({"hidden_size": "256"}, "hidden_size"),
     ({"model_type": "no_such_model"}, "--config_name: unknown architecture no_such_model"),
     ({"model_type": "lama"}, "unknown architecture lama -> did you mean llama?"),

@@ -75,3 +75,37 @@ def test_right_values() -> None:
     assert (args.train.precision, args.train.learning_rate, args.data.train_file) == ("bf16", 1e-4, ["a", "b"])
     assert (args.data.packing, args.train.save_final, args.train.max_steps) == ("none", False, -1)
     assert args.typed == {"model_type", "output_dir", "bf16", "learning_rate", "train_file", "packing", "save_final"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("seed", 10**40, "must be at most 4294967295, not 41 digits"),
+        ("seed", -1, "must be at least 0, not -1"),
+        ("data_seed", 2**32, "must be at most 4294967295, not 4294967296"),
+        ("ddp_timeout", 0, "must be at least 1, not 0"),
+        ("ddp_timeout", 10**18, "must be at most 1000000000, not 1000000000000000000"),
+        ("per_device_train_batch_size", 10**18, "must be at most 1000000, not 1000000000000000000"),
+        ("gradient_accumulation_steps", 10**18, "must be at most 1000000, not 1000000000000000000"),
+        ("dataloader_num_workers", 10**6, "must be at most 1024, not 1000000"),
+        ("block_size", 10**20, "must be at most 9007199254740992, not 21 digits"),
+        ("learning_rate", "1e999", "must be a finite number, not inf"),
+        ("weight_decay", "inf", "must be a finite number, not inf"),
+        ("num_train_epochs", "nan", "must be a finite number, not nan"),
+        ("max_grad_norm", "nan", "must be a finite number, not nan"),
+        ("output_dir", "x" * 300, "is too long: a name in it has more than 255 bytes"),
+        ("output_dir", "/long" * 1000, "is too long: more than 4095 bytes"),
+        ("train_file", "\u00e4" * 128, "is too long: a name in it has more than 255 bytes"),
+    ],
+)
+def test_values_that_no_machine_can_take(flag: str, value: object, message: str) -> None:
+    given = {"model_type": "gpt2", "output_dir": "out", flag: value}
+    with pytest.raises(UserError) as caught:
+        parse_args([token for name, text in given.items() for token in (f"--{name}", str(text))])
+    assert [(finding.key, finding.message) for finding in caught.value.findings] == [(f"--{flag}", message)]
+
+
+def test_values_at_their_limits_are_taken() -> None:
+    least = parse_args(["--model_type", "gpt2", "--output_dir", "x" * 255, "--seed", "0", "--ddp_timeout", "1", "--max_grad_norm", "inf"])
+    assert (least.train.seed, least.train.ddp_timeout, least.train.max_grad_norm) == (0, 1, float("inf"))
+    assert parse_args(["--model_type", "gpt2", "--output_dir", "out", "--seed", str(2**32 - 1)]).train.seed == 2**32 - 1

@@ -252,3 +252,10 @@ def test_the_planners_ladder_is_taken_as_far_as_the_command_can() -> None:
         (8, "none", 90.0),
         (4, "full", 40.0),
     ]
+
+
+@pytest.mark.parametrize("flag", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_more_samples_than_a_step_has_are_refused(flag: str) -> None:
+    assert settings_of(f"torchrun {TRAINER} --{flag} 1000000").ladder()
+    with pytest.raises(UserError, match=f"--{flag}: must be at most 1,000,000"):
+        settings_of(f"torchrun {TRAINER} --{flag} {10**40}")
