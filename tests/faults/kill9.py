@@ -1,6 +1,6 @@
 """SIGKILL at random moments: a rank, its guard or the launcher dies; after the same command again the run ends as if nothing had been.
 
-    python -m tests.faults.kill9 --seeds 20 --output benchmarks/results/kill9.md
+    python -m tests.faults.kill9 --seeds 50 --output benchmarks/results/kill9.md
     python -m tests.faults.kill9 --seeds 3 --engine fsdp
 
 One line per seed, a table at the end; exit code 1 if any seed fails. A seed decides who dies and when: after a random step plus a random
@@ -208,7 +208,7 @@ def table(results: dict[str, list[Outcome]], earlier: str = "") -> str:
 def report(results: dict[str, list[Outcome]], earlier: str) -> str:
     return f"""# SIGKILL at random moments
 
-`python -m tests.faults.kill9 --seeds 20 --output benchmarks/results/kill9.md`: one epoch of {jobs.NUM_SAMPLES} samples in
+`python -m tests.faults.kill9 --seeds 50 --output benchmarks/results/kill9.md`: one epoch of {jobs.NUM_SAMPLES} samples in
 {jobs.NUM_STEPS} steps on CPU ranks (gloo), attention dropout on, a checkpoint every {jobs.SAVE_STEPS} steps. Each seed kills a rank, its
 guard or the launcher with SIGKILL at a random moment, then gives the same command again. "Equal" is: steps 1 to {jobs.NUM_STEPS} without
 gap or repeat, every sample exactly once, losses, gradient norms, learning rates and final weights those of the uninterrupted run, the two
