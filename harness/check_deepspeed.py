@@ -6,6 +6,7 @@ What the file and the flags say about each other is in `harness.templates`.
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -113,7 +114,10 @@ def _type_findings(path: str, value: Any, key: keys.Key) -> Iterator[Finding]:
             fix = f"write {'true' if str(value).lower() in ('true', 'yes', 'on', '1') else 'false'} without quotes"
             yield Finding("error", path, f"must be true or false, not {value!r}", fix)
     elif key.kind in ("int", "float"):
-        if not is_number(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not is_number(value):
+            shown = f"{value}" if isinstance(value, float) else f"an integer of {len(str(abs(value)))} digits"
+            yield Finding("error", path, f"must be a finite number, not {shown}", "write a number that a float can hold, or remove it")
+        elif not is_number(value):
             yield Finding("error", path, f"must be a number, not {value!r}", _number_fix(value, path))
         elif key.kind == "int" and value != int(value):
             yield Finding("error", path, f"must be a whole number, not {value!r}", f"write {round(value)}")
@@ -126,9 +130,12 @@ def _type_findings(path: str, value: Any, key: keys.Key) -> Iterator[Finding]:
 
 def _number_fix(value: Any, path: str) -> str:
     try:
-        return f"write {float(value):g} without quotes"
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
         return 'write a number, or "auto"' if path in keys.FILLED_AUTO else "write a number"
+    return f"write {number:g} without quotes"
 
 
 # ---------------------------------------------------------------- ZeRO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ DEEPSPEED_RULES = [
     # types
     Rule(Z + "reduce_bucket_size", "error", "write 2e+08 without quotes", zero(reduce_bucket_size="2e8"), zero(reduce_bucket_size=2e8)),
     Rule("train_batch_size", "error", "write 8 without quotes", zero() | {"train_batch_size": "8"}, zero() | {"train_batch_size": 8}),
+    Rule("train_batch_size", "error", "an integer of 401 digits", zero() | {"train_batch_size": 10**400}, zero() | {"train_batch_size": 8}),
+    Rule("train_batch_size", "error", "must be a finite number, not nan", zero() | {"train_batch_size": math.nan}, zero()),
+    Rule("gradient_clipping", "error", "must be a finite number, not inf", zero() | {"gradient_clipping": math.inf}, zero()),
+    Rule("gradient_clipping", "error", "'nan' -> write a number", zero() | {"gradient_clipping": "nan"}, zero()),
     Rule("train_batch_size", "error", "must be a whole number", zero() | {"train_batch_size": 8.5}, zero() | {"train_batch_size": 8.0}),
     Rule(Z + "overlap_comm", "error", "write true without quotes", zero(overlap_comm="true"), zero(overlap_comm=True)),
     Rule(
