@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata, util
 
-from harness.findings import UserError, format_findings
+from harness.findings import UserError, format_findings, printable
 
 # name -> (module, what it does). A module's `main(argv) -> int` is all that is needed.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = available()
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
-        print(f"harness: unknown command {name}: " + (f"did you mean {close[0]}?" if close else "see harness --help"), file=sys.stderr)
+        print(
+            printable(f"harness: unknown command {name}: ") + (f"did you mean {close[0]}?" if close else "see harness --help"),
+            file=sys.stderr,
+        )
         return 2
     module = importlib.import_module(f"harness.{commands[name][0]}")
     try:

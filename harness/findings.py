@@ -15,6 +15,15 @@ Severity = Literal["error", "warning", "info"]
 _ORDER: dict[str, int] = {"error": 0, "warning": 1, "info": 2}
 
 
+# Of ASCII and Latin-1, without tab and newline; and marks that turn the direction of writing.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Text of a user's or a program's with its control characters written out: a terminal would obey them."""
+    return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One thing a checker has to say.
@@ -32,9 +41,9 @@ class Finding:
     fix: str = ""
 
     def line(self) -> str:
-        """The finding as one line of text."""
+        """The finding as one line of text that a terminal can show."""
         tail = f" -> {self.fix}" if self.fix else ""
-        return f"{self.severity:<7} {self.key}: {self.message}{tail}"
+        return printable(f"{self.severity:<7} {self.key}: {self.message}{tail}")
 
 
 class UserError(ValueError):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.findings import Finding, FindingParser, format_findings
+from harness.findings import Finding, FindingParser, format_findings, printable
 from harness.metrics import METRICS_FILE, own_row, to_json_line
 from harness.user_files import open_regular, parse_json, read_text
 
@@ -533,7 +533,7 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
         lines.append(f"event {event.get('event')}: {details}")
     if status["exit"]:
         lines.append(f"exit code {status['exit'].get('code')}: {status['exit'].get('reason', '')}")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def format_gpus(samples: Sequence[GpuSample]) -> list[str]:
@@ -550,7 +550,7 @@ def format_gpus(samples: Sequence[GpuSample]) -> list[str]:
         for process in card.processes:
             memory = "-" if process.memory_gib is None else f"{process.memory_gib:.2f} GiB"
             lines.append(f"      {process.user or '?'}  pid {process.pid}  {memory}  {process.command or ''}".rstrip())
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _parser() -> FindingParser:

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.findings import FindingParser, UserError, format_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, printable, user_error
 from harness.log_formats import Failure, LogReader, Row, is_finite, read_state_file
 from harness.metrics import METRICS_FILE, read_metrics, summarize, superseded_indices, to_json_line
 from harness.user_files import MAX_LOG_BYTES, read_text
@@ -572,11 +572,48 @@ def _parser() -> FindingParser:
     return parser
 
 
-def _write(text: str, target: str) -> None:
+def _write(text: str, target: str, flag: str) -> None:
     if target == "-":
-        print(text.rstrip("\n"))
-    else:
+        print(printable(text.rstrip("\n")) if sys.stdout.isatty() else text.rstrip("\n"))
+        return
+    with _writing(flag, target):
         Path(target).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _writing(flag: str, target: str) -> Iterator[None]:
+    """Within, an output is written.
+
+    Raises:
+        UserError: it cannot be: a folder, a full disk, no permission.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise user_error(flag, f"cannot write {target}: {error.strerror or error}", "name a file in a folder with room") from None
+
+
+def _sources(run: Path) -> list[Path]:
+    """The files that a run's records may come from."""
+    return [*_log_files(run), *_state_files(run), run / METRICS_FILE] if run.is_dir() else [run]
+
+
+def _output_problems(runs: Sequence[Path], outputs: dict[str, str]) -> Iterator[Finding]:
+    """Outputs that would take the place of a log, or of each other.
+
+    Args:
+        outputs: flag -> file.
+    """
+    sources = [file for run in runs for file in _sources(run) if file.exists()]
+    taken: dict[str, str] = {}
+    for flag, target in outputs.items():
+        real = os.path.realpath(target)
+        read = next((file for file in sources if os.path.exists(target) and os.path.samefile(file, target)), None)
+        if read is not None:
+            yield Finding("error", flag, f"{target} is the log {read}, which would be lost", "name another file")
+        elif real in taken:
+            yield Finding("error", flag, f"{target} is written by {taken[real]} too", "name another file")
+        taken[real] = flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -588,20 +625,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(argv)
         names = plot_names(options.plot) if options.plot is not None else []
-        runs = [parse_run(run) for path in options.paths for run in find_runs(path)]
+        paths = [run for path in options.paths for run in find_runs(path)]
+        outputs = {"--csv": options.csv, "--json": options.json, "--png": options.png if names else None}
+        if problems := list(_output_problems(paths, {flag: file for flag, file in outputs.items() if file and file != "-"})):
+            raise UserError(problems)
+        runs = [parse_run(path) for path in paths]
         if names:
             _panels(runs, names)  # refused before anything is written
         if options.csv:
-            _write(to_csv(runs), options.csv)
+            _write(to_csv(runs), options.csv, "--csv")
         if options.json:
-            _write(to_json(runs), options.json)
+            _write(to_json(runs), options.json, "--json")
         if names:
-            plot(runs, names, options.png)
+            with _writing("--png", options.png):
+                plot(runs, names, options.png)
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2
     if "-" not in (options.csv, options.json):
-        print("\n".join(format_run(run, options.rows) for run in runs))
+        print(printable("\n".join(format_run(run, options.rows) for run in runs)))
     return 0 if any(run.records or run.events or run.failures for run in runs) else 1
 
 

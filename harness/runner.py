@@ -39,7 +39,7 @@ from typing import Any
 
 from harness import build_locks, cgroups, foreign_plan, rank_hook
 from harness.checkpoint_files import write_json
-from harness.findings import WITHOUT_FLAG, Finding, FindingParser, UserError, format_findings, user_error
+from harness.findings import WITHOUT_FLAG, Finding, FindingParser, UserError, format_findings, printable, user_error
 from harness.foreign_checkpoints import latest_complete
 from harness.foreign_command import NAMES, read_command
 from harness.foreign_settings import Edited, ForeignSettings, settings_json
@@ -54,7 +54,7 @@ GATHER_S = 0.5
 
 
 def say(text: str) -> None:
-    print(f"harness run: {text}", file=sys.stderr, flush=True)
+    print(printable(f"harness run: {text}"), file=sys.stderr, flush=True)
 
 
 # ---- the command line
@@ -188,7 +188,7 @@ class Runner:
             edited = self.settings.edited(self.now, self.folder / f"attempt-{number}", resume)
             say(f"attempt {number} of {self.options.max_attempts}: {change}")
             for line in edited.diff:
-                print(f"  {line}", file=sys.stderr, flush=True)
+                print(printable(f"  {line}"), file=sys.stderr, flush=True)
             attempt = start(edited, os.environ, self.options.grace_s)
             self._note(number, change, edited, attempt, resume)
             if not attempt.reports or attempt.ended.stopped_by is not None:
@@ -312,7 +312,7 @@ def _make_ladder(options: argparse.Namespace, settings: ForeignSettings) -> Sequ
 def _show(settings: ForeignSettings, ladder: Sequence[MemorySettings | Rung], folder: Path) -> None:
     """For --dry_run: the command as it was understood, and what each rung would change."""
     command, first = settings.command, settings.start
-    print(f"launcher {command.launcher}, script {command.tokens[command.script_at]}, engine {settings.engine}")
+    print(printable(f"launcher {command.launcher}, script {command.tokens[command.script_at]}, engine {settings.engine}"))
     print(f"micro-batch {first.micro_batch_size} x accumulation {settings.accumulation} on each rank")
     if len(ladder) < 2:
         print(
@@ -323,7 +323,7 @@ def _show(settings: ForeignSettings, ladder: Sequence[MemorySettings | Rung], fo
         for above, rung in itertools.pairwise(map(_settings_of, ladder)):
             print(f"rung {describe_change(above, rung)}")
             for line in settings.edited(rung, Path(temporary)).diff:
-                print(f"  {line.replace(temporary, str(folder / 'attempt-N'))}")
+                print(printable(f"  {line.replace(temporary, str(folder / 'attempt-N'))}"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -345,3 +345,11 @@ def test_main_lists_cards(capsys: Any, cards: FakeNvml) -> None:
         f"      ?  pid {2**30}  1.00 GiB",
         "[1] NVIDIA H100 80GB HBM3  - C  -%  3.0/80.0 GiB  -/- W",
     ]
+
+
+def test_control_characters_in_what_a_run_wrote_are_written_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": "\x1b[2J", "time_s": 1.0, "why": "a\rb"}) + "\n")
+    (tmp_path / "exit.json").write_text(json.dumps({"code": 1, "reason": "\x1b]0;title\x07", "time": 2.0}))
+    assert monitor.main([str(tmp_path), "--once"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-2:] == ["event \\x1b[2J: why=a\\rb", "exit code 1: \\x1b]0;title\\x07"]

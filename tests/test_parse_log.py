@@ -601,3 +601,39 @@ def test_lines_that_go_on_and_on_are_read_in_a_moment(run: str) -> None:
     log = parse_text(f"step 1 loss 2.0 {run}\n{run}\nstep 2 loss 1.5\n")
     assert [row["loss"] for row in log.records] == [2.0, 1.5]
     assert time.process_time() - began_s < 1  # blanks took 3 s, digits half a minute
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--json", "--png"])
+def test_an_output_never_takes_the_place_of_a_log(flag: str, tmp_path: Path, capsys: Any) -> None:
+    log, link, hard = tmp_path / "a.log", tmp_path / "link", tmp_path / "hard"
+    log.write_text("step 1 loss 2.0\n")
+    link.symlink_to(log)
+    hard.hardlink_to(log)
+    plots = ["--plot", "loss"] if flag == "--png" else []
+    for source in (log, tmp_path):
+        for target in (log, link, hard):
+            assert main([str(source), flag, str(target), *plots]) == 2
+            assert f"error   {flag}: {target} is the log {log}, which would be lost -> name another file" in capsys.readouterr().err
+    assert log.read_text() == "step 1 loss 2.0\n"
+
+
+def test_outputs_that_cannot_be_written_are_one_message(tmp_path: Path, capsys: Any) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("step 1 loss 2.0\n")
+    for target, why in ((tmp_path, "Is a directory"), (Path("/dev/full"), "No space left on device")):
+        for flag in ("--csv", "--json"):
+            assert main([str(log), flag, str(target)]) == 2
+            expected = f"error   {flag}: cannot write {target}: {why} -> name a file in a folder with room"
+            assert capsys.readouterr().err.strip() == expected
+    both = str(tmp_path / "both")
+    assert main([str(log), "--csv", both, "--json", both]) == 2
+    assert f"error   --json: {both} is written by --csv too" in capsys.readouterr().err
+
+
+def test_a_logs_control_characters_are_written_out(tmp_path: Path, capsys: Any) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("step 1 loss 2.0\nTraceback (most recent call last):\nValueError: \x9b2J\x07 gone \x1b\n")
+    assert main([str(log)]) == 0
+    shown = capsys.readouterr().out
+    assert "ValueError: \\x9b2J\\x07 gone \\x1b" in shown
+    assert not any(sign in shown for sign in "\x9b\x07\x1b")

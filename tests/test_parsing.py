@@ -109,3 +109,10 @@ def test_values_at_their_limits_are_taken() -> None:
     least = parse_args(["--model_type", "gpt2", "--output_dir", "x" * 255, "--seed", "0", "--ddp_timeout", "1", "--max_grad_norm", "inf"])
     assert (least.train.seed, least.train.ddp_timeout, least.train.max_grad_norm) == (0, 1, float("inf"))
     assert parse_args(["--model_type", "gpt2", "--output_dir", "out", "--seed", str(2**32 - 1)]).train.seed == 2**32 - 1
+
+
+def test_control_characters_of_what_was_typed_are_written_out() -> None:
+    with pytest.raises(UserError) as caught:
+        parse_args(["--model_type", "gpt2", "--output_dir", "out", "--\x1b[31mred", "\u202e\x9b1m"])
+    assert caught.value.findings[0].line() == "error   --\\x1b[31mred: unknown argument -> see --help for all names"
+    assert not any(sign in str(caught.value) for sign in "\x1b\x9b\u202e")
