@@ -23,7 +23,7 @@ from harness.checkpoint_files import no_checkpoint
 from harness.findings import Finding
 from harness.host_checks import size_text
 from harness.machine import GIB, Machine
-from harness.model_files import impossible_sizes, names_a_path
+from harness.model_files import impossible_sizes, impossible_values, names_a_path
 from harness.node_facts import num_local_processes
 from harness.sequence_rules import KEY as SEQUENCE_KEY
 from harness.sequence_rules import job_findings, model_findings
@@ -103,7 +103,7 @@ def model_facts(args: Arguments) -> ModelFacts:
     if not isinstance(config, dict):
         return ModelFacts(problems=(Finding("error", key, f"{file} holds no JSON object", "copy the model again"),))
     config = (config.get("text_config") or config) | {"model_type": config.get("model_type")}
-    if impossible := impossible_sizes(config.get):
+    if impossible := [*impossible_sizes(config.get), *impossible_values(config.get)]:
         return ModelFacts(config["model_type"], problems=tuple(impossible))
     positions = config.get("max_position_embeddings", config.get("n_positions"))
     num_params, problems = _weights(path, config, key) if path.is_dir() and key == "--model_name_or_path" else (None, ())

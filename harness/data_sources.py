@@ -350,10 +350,13 @@ class FileReader:
             except UserError as error:
                 yield self._unusable(where, error.findings[0])
             else:
-                yield self._object(value, where)
+                yield self._object(value, where, _may_hold_halves(line))
 
-    def _object(self, value: Any, where: str) -> Row:
+    def _object(self, value: Any, where: str, may_hold_halves: bool) -> Row:
         if isinstance(value, dict):
+            if may_hold_halves and (half := _half_of(value)):
+                message = f"{where}: {half} is half of a character (a lone surrogate), which no tokenizer takes"
+                return self._unusable(where, Finding("error", self.key, message, "write characters whole, in UTF-8"))
             return Row(value, where)
         message = f"{where}: a JSON object is needed, not {type(value).__name__}"
         return self._unusable(where, Finding("error", self.key, message, 'write rows like {"text": "..."}'))
@@ -369,10 +372,11 @@ class FileReader:
             yield from self._json_object(file, skip, near) if start == "{" else self._jsonl(file, skip, near)
             return
         with self._open_text(file) as stream:
-            values = _parse_json(stream.read(), str(file.path), self.key)
+            text = stream.read()
+        values, halves = _parse_json(text, str(file.path), self.key), _may_hold_halves(text)
         for number, value in enumerate(values[skip:], skip + 1):
             where = f"{file.path}, row {number}"
-            yield self._object(value, where)
+            yield self._object(value, where, halves)
 
     def _json_object(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file) as stream:
@@ -387,11 +391,12 @@ class FileReader:
             yield from self._jsonl(file, skip, near)
             return
         with self._open_text(file) as stream:
-            value = _parse_json(stream.read(), str(file.path), self.key)
+            text = stream.read()
+        value, halves = _parse_json(text, str(file.path), self.key), _may_hold_halves(text)
         rows = value.get("data") if isinstance(value.get("data"), list) else [value]
         for number, row in enumerate(rows[skip:], skip + 1):
             where = f"{file.path}, row {number}"
-            yield self._object(row, where)
+            yield self._object(row, where, halves)
 
     def _csv(self, file: SourceFile, skip: int, near: Place) -> Iterator[Row]:
         with self._open_text(file, newline="") as stream:
@@ -457,6 +462,20 @@ def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
             yield Row(dict(zip(columns, values, strict=True)), f"{name}, row {next(number)}")
+
+
+def _may_hold_halves(text: str) -> bool:
+    """Whether a JSON text may hold half of a character: only by an escape, for files are read as UTF-8. Cheap, for every line."""
+    return "\\ud" in text or "\\uD" in text
+
+
+def _half_of(value: Any) -> str | None:
+    """The first half of a character in the texts of a row, as JSON writes it; None where all are whole."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(error.object[error.start]):04x}"
+    return None
 
 
 def _parse_json(text: str, where: str, key: str) -> Any:

@@ -200,3 +200,55 @@ def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
     if isinstance(groups, int) and heads % groups:
         bad("num_key_value_heads", f"{heads} heads cannot share {groups} key-value heads evenly")
     return findings
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_SHARES = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob")
+
+
+def impossible_values(value_of: Callable[[str], Any]) -> list[Finding]:
+    """Other values than sizes in a model's config that its code takes and trips over later.
+
+    Args:
+        value_of: as for `impossible_sizes`.
+    """
+    fix = "correct the model's config.json"
+    found: list[Finding] = []
+    for key in _POSITIONS:
+        value = value_of(key)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value != 0 and value >= -1  # XLNet's and T5's -1: no limit
+        if value is not None and value != () and not is_count:
+            found.append(Finding("error", key, f"must be a positive whole number, not {value!r}", fix))
+    for key in _SHARES:
+        value = value_of(key)
+        if isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and not 0 <= value <= 1):
+            found.append(Finding("error", key, f"must be a number from 0 to 1, not {value!r}", fix))
+    return found
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+
+def damaged_tokenizer_file(folder: Path) -> str | None:
+    """Which of a tokenizer's files cannot be what its name says, and why; None where all can, or it is no local folder."""
+    from tokenizers import Tokenizer
+
+    for file in (folder / name for name in _TOKENIZER_FILES):
+        if not file.exists():
+            continue
+        try:
+            content = parse_json(read_text(file))
+        except (OSError, ValueError) as error:
+            return f"{file} cannot be read: {error}"
+        if not isinstance(content, dict):
+            return f"{file} holds no JSON object"
+        if file.name == "tokenizer.json":
+            try:
+                Tokenizer.from_file(str(file))
+            except Exception as error:  # its only class
+                return f"{file} is no tokenizer: {str(error).splitlines()[0]}"
+        elif file.name == "tokenizer_config.json":
+            for key, kind, called in (("tokenizer_class", str, "a text"), ("added_tokens_decoder", dict, "an object")):
+                if content.get(key) is not None and not isinstance(content[key], kind):
+                    return f"{file}: {key} is {content[key]!r}, not {called}"
+    return None

@@ -28,7 +28,7 @@ from harness import varlen_attention
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
-from harness.model_files import impossible_sizes, names_a_path
+from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
 
 log = logging.getLogger("harness")
@@ -80,9 +80,13 @@ def load_tokenizer(args: ModelArguments) -> Any:
         return AutoTokenizer.from_pretrained(
             name, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the tokenizers library raises plain `Exception`; on values it never meant transformers raises anything
         fix = "check the path or name, or give --tokenizer_name bytes"
-        raise user_error("--tokenizer_name", f"no tokenizer in {name}: {str(error).splitlines()[0]}", fix) from None
+        if problem := damaged_tokenizer_file(Path(name)):
+            raise user_error("--tokenizer_name", problem, "copy the tokenizer again, or give --tokenizer_name bytes") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = reason if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {reason}"
+        raise user_error("--tokenizer_name", f"no tokenizer in {name}: {reason}", fix) from None
 
 
 # ------------------------------------------------------------------------------------------------------------------- config
@@ -137,10 +141,30 @@ def load_config(args: ModelArguments) -> Any:
         except Exception:  # transformers refuses to name one value where layers differ
             return ()
 
-    if impossible := impossible_sizes(value_of):
+    unknown = _unknown_names(value_of) if type(config).__module__.startswith("transformers.") else []  # a model's own code has its own
+    if impossible := [*impossible_sizes(value_of), *impossible_values(value_of), *unknown]:
         raise UserError(impossible)
     config.use_cache = False
     return config
+
+
+def _unknown_names(value_of: Callable[[str], Any]) -> list[Finding]:
+    """Activations and rotary embeddings that this transformers does not have."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    named = [(key, value_of(key), "activation", list(ACT2FN)) for key in ("hidden_act", "activation_function", "hidden_activation")]
+    rotary = value_of("rope_parameters")
+    ropes = [each for each in (rotary, *rotary.values()) if isinstance(each, dict)] if isinstance(rotary, dict) else []
+    known = ["default", *ROPE_INIT_FUNCTIONS]
+    named += [("rope_parameters", each["rope_type"], "rope_type", known) for each in ropes if each.get("rope_type") is not None]
+    found: list[Finding] = []
+    for key, value, kind, choices in named:
+        if isinstance(value, str) and value not in choices:
+            close = difflib.get_close_matches(value, choices, n=1)
+            fix = f"did you mean {close[0]}?" if close else "correct the model's config.json"
+            found.append(Finding("error", key, f"unknown {kind} {value}", fix))
+    return found
 
 
 def _model_type_in(source: str) -> str | None:
@@ -290,8 +314,9 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError, TypeError, AttributeError, RuntimeError, ZeroDivisionError, AssertionError) as error:
+    except (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError) as error:
         message = (str(error) or type(error).__name__).splitlines()[0]
+        message = f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
         key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one

@@ -364,6 +364,15 @@ def test_model_folders_that_cannot_be_used(tmp_path: Path) -> None:
     assert "lacks 2 of 2 weight files: one.safetensors, two.safetensors" in message(folder)
 
 
+def test_a_length_that_is_a_text_is_named_before_it_is_compared(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", num_bytes=40_000, dtype="bfloat16")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": "256"}))
+    found = [finding for finding in run_findings(f"--model_name_or_path {folder} --block_size 512") if finding.severity == "error"]
+    wanted = ("max_position_embeddings", "must be a positive whole number, not '256'")
+    assert [(finding.key, finding.message) for finding in found] == [wanted]
+
+
 def test_offload_must_fit_the_host(tmp_path: Path) -> None:
     # 8e9 parameters in 16 bits: optimizer 16 B and weights 2 B each, 134 GiB on one machine.
     folder = model_folder(tmp_path / "m", num_bytes=16 * 10**9, dtype="bfloat16")

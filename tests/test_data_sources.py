@@ -151,6 +151,24 @@ def test_broken_rows_are_named_by_file_and_line_and_can_be_left_out(tmp_path, na
     assert rows[0].problem is None and rows[2].problem is None
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "rows.json"])
+def test_half_a_character_is_named_by_file_and_row(tmp_path, name):
+    rows = [
+        r'{"text": "whole \ud83d\ude00"}',
+        r'{"messages": [{"content": "half \uD83d"}]}',
+        r'{"text": "low \udc00"}',
+        r'{"text": "\\ud800"}',
+    ]
+    joined = "[" + ",".join(rows) + "]" if name == "rows.json" else "\n".join(rows)
+    read_rows, _ = read(tmp_path, {name: joined})
+    assert [row.problem is not None for row in read_rows] == [False, True, True, False]
+    place = "row" if name == "rows.json" else "line"
+    half = "is half of a character (a lone surrogate), which no tokenizer takes"
+    assert read_rows[1].problem.message == rf"{tmp_path}/{name}, {place} 2: \ud83d {half}"
+    assert read_rows[2].problem.message == rf"{tmp_path}/{name}, {place} 3: \udc00 {half}"
+    assert [row.values.get("text") for row in read_rows] == ["whole \U0001f600", None, None, r"\ud800"]
+
+
 def test_tables(tmp_path):
     import datasets
 

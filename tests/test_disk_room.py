@@ -34,6 +34,7 @@ def test_a_full_disk_is_told_from_other_errors(error: Exception, is_full: bool, 
     with pytest.raises(OSError if is_full else type(error)) as caught, disk_room.naming(tmp_path / "final", 3 << 20):
         raise error
     if is_full:
+        assert isinstance(caught.value, OSError)
         assert str(caught.value.strerror).startswith(f"cannot write {tmp_path}/final of 3.0 MiB: ")
         assert str(caught.value.strerror).endswith(f" MiB free); {MAKE_ROOM}")
     else:

@@ -21,6 +21,7 @@ from harness.modeling import (
     fit_vocabulary,
     layer_units,
     load_config,
+    load_tokenizer,
     num_parameters,
 )
 
@@ -159,7 +160,7 @@ def test_a_weight_that_is_not_stored_is_named_and_nothing_is_drawn_for_it(tmp_pa
 
 
 def test_an_untied_head_that_is_not_stored_is_missing_and_a_tied_one_is_not(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="1 of the 21 weights .*: lm_head.weight"):
+    with pytest.raises(UserError, match=r"1 of the 21 weights .*: lm_head\.weight"):
         filled(stored(tmp_path / "untied", lambda tensors: tensors.pop("lm_head.weight")))
 
     def as_head(tensors: dict[str, Any]) -> None:  # as some programs store a tied model
@@ -210,6 +211,46 @@ def test_only_rows_of_new_tokens_are_drawn(tmp_path: Path) -> None:
                 vocab_size=24,
             )
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "message"),
+    [
+        ({"hidden_act": "silue"}, "hidden_act", "unknown activation silue"),
+        ({"rope_parameters": {"rope_type": "yarm", "rope_theta": 1e4}}, "rope_parameters", "unknown rope_type yarm"),
+        ({"attention_dropout": 2}, "attention_dropout", "must be a number from 0 to 1, not 2"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings", "must be a positive whole number, not 0"),
+    ],
+)
+def test_values_of_a_config_that_no_model_can_have_are_named(change: dict[str, Any], key: str, message: str, tmp_path: Path) -> None:
+    import json
+
+    config = scratch().config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError) as caught:
+        load_config(ModelArguments(config_name=str(tmp_path), tokenizer_name="bytes"))
+    assert [(finding.key, finding.message) for finding in caught.value.findings] == [(key, message)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "[]", "holds no JSON object"),
+        ("tokenizer.json", "[" * 3000 + "]" * 3000, "cannot be read: nested too deeply"),
+        ("tokenizer.json", "{}", "is no tokenizer: "),
+        ("tokenizer_config.json", "[]", "holds no JSON object"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}', "tokenizer_class is 3, not a text"),
+        ("special_tokens_map.json", "[]", "holds no JSON object"),
+    ],
+)
+def test_a_damaged_file_of_a_tokenizer_is_named(name: str, content: str, message: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(ModelArguments(model_name_or_path="nowhere", tokenizer_name=str(tmp_path)))
+    [finding] = caught.value.findings
+    assert finding.key == "--tokenizer_name"
+    assert finding.message.replace(": tok", " tok").startswith(f"{tmp_path}/{name} {message}")
 
 
 def test_vocabulary_below_the_tokenizers_is_refused() -> None:
