@@ -71,6 +71,8 @@ def export_checkpoint(
     """
     if base_model is not None and not merge:
         raise user_error("--base_model", "has no effect alone", "add --merge")
+    if output.exists() and not output.is_dir():
+        raise user_error(str(output), "is no folder", "choose a new folder")
     if output.exists() and any(output.iterdir()):
         raise user_error(str(output), "exists and is not empty", "choose another folder")
     facts, state = open_checkpoint(folder, trust=trust)
@@ -170,10 +172,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(format_findings(error.findings), file=sys.stderr)
         return 2
     except OSError as error:
-        if not disk_room.is_full(error):
-            raise
-        print(format_findings([Finding("error", str(options.output), error.strerror or str(error))]), file=sys.stderr)
-        return 1
+        is_full = disk_room.is_full(error)  # then the message names path and fix already
+        key, fix = str(error.filename or options.output), "" if is_full else disk_room.write_fix(error)
+        print(format_findings([Finding("error", key, error.strerror or str(error), fix)]), file=sys.stderr)
+        return 1 if is_full else 2
     print(f"written: {options.output}")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +158,17 @@ def test_a_flag_with_several_wrong_values_is_one_finding_and_the_rest_is_read() 
     assert parser.parse_args(["a"]).path == "a"  # what is required still is
     with pytest.raises(UserError, match="path: is required"):
         parser.parse_args([])
+
+
+def test_an_export_onto_a_file_or_where_nothing_can_be_written_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness.export_cli import main
+
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for output in (str(file), "/dev/full"):
+        assert main([str(tmp_path), output]) == 2
+        assert capsys.readouterr().err.strip() == f"error   {output}: is no folder -> choose a new folder"
+    long = str(tmp_path / ("x" * 300))
+    assert main([str(tmp_path), long]) == 2
+    assert capsys.readouterr().err.strip() == f"error   {long}: File name too long -> choose a folder you may write to"
+    assert file.read_text() == "mine"
