@@ -263,7 +263,7 @@ def read_run_config(path: Path) -> None:
 # ---- right files
 
 
-RUN = {"output_dir": "out", "seed": 42, "max_steps": -1, "learning_rate": 5e-5, "per_device_train_batch_size": 8}
+RUN_CONFIG = {"output_dir": "out", "seed": 42, "max_steps": -1, "learning_rate": 5e-5, "per_device_train_batch_size": 8}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -482,7 +482,7 @@ KINDS: dict[str, tuple[str, Any, Callable[[Any], str] | None, Reader]] = {
     "manifest": ("manifest.json", manifest, json.dumps, read_checkpoint),
     "state of a checkpoint": ("trainer_state.json", CHECKPOINT, json.dumps, read_checkpoint),
     "state of the Trainer": ("trainer_state.json", TRAINER_STATE, json.dumps, resume_trainer_checkpoint),
-    "config of a run": ("config.json", RUN, json.dumps, read_run_config),
+    "config of a run": ("config.json", RUN_CONFIG, json.dumps, read_run_config),
 }
 
 
