@@ -43,11 +43,13 @@ def test_flags_of_the_run_are_the_planners() -> None:
 
 
 def test_flags_in_a_yaml_file_count_and_typed_ones_win(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("config_name: config.json\nblock_size: 512\noptim: sgd\ntrust_remote_code: false\n")
+    model = tmp_path / "config.json"
+    model.write_text("{}")
+    (tmp_path / "run.yaml").write_text(f"config_name: {model}\nblock_size: 512\noptim: sgd\ntrust_remote_code: false\n")
     found = planner_arguments(["--config", str(tmp_path / "run.yaml"), "--block_size", "1024"], 2)
     assert found is not None
     options = planner.parse(found)
-    assert (options.model, options.block_size, options.optim, options.trust_remote_code) == ("config.json", 1024, "sgd", False)
+    assert (options.model, options.block_size, options.optim, options.trust_remote_code) == (str(model), 1024, "sgd", False)
 
 
 @pytest.mark.parametrize(
