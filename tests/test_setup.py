@@ -59,7 +59,7 @@ def test_installs_once(clone: Path) -> None:
     made = calls(clone)
     assert [line.split()[0:3] for line in made] == [["python3", "-c", "import"], ["python3", "-m", "venv"], *[["python", "-m", "pip"]] * 3]
     installs = [line.split(" install ", 1)[1] for line in made if " install " in line]
-    assert all(line.startswith(f"-c {clone}/constraints.txt ") for line in installs)
+    assert all(line.startswith(f"--no-compile -c {clone}/constraints.txt ") for line in installs)
     # deepspeed's setup imports torch, so it is built after torch is there, and without a build environment of its own.
     assert "torch" in installs[0].split() and "numpy" in installs[0].split()
     assert installs[1].endswith("--no-build-isolation deepspeed")
@@ -104,7 +104,12 @@ def test_every_check_runs_and_one_failure_fails(clone: Path, failing: str) -> No
         path.chmod(0o755)
     done = bash(clone, 'bash "a clone/launch/test.sh" tests/test_x.py')
     assert done.returncode == (1 if failing else 0)
-    assert [line for line in calls(clone) if " -c " not in line] == [
+    made = [line for line in calls(clone) if " -c " not in line]
+    # Somewhere beside the others, and before the tests.
+    (compiled,) = [line for line in made if "harness.compile_ahead" in line]
+    assert re.fullmatch(r"python -m harness.compile_ahead \d+ ShareMemCommBuilder CPUAdamBuilder", compiled)
+    assert made.index(compiled) < len(made) - 1
+    assert [line for line in made if line != compiled] == [
         "ruff check .",
         "ruff format --check .",
         "mypy ",
