@@ -263,9 +263,9 @@ class Guard:
         self._record_kill()
         ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
         if ended_by_us and self.ruling is not None:  # it could not say why any more
-            self._record(f"rank {self.rank} was ended, because {self.ruling.why}")
+            self._record(f"rank {self.rank} was ended, because {self.ruling.why}", is_consequence=True)
         elif child.returncode < 0 and self.is_orphan:
-            self._record(f"rank {self.rank} was ended without a save, because {ORPHANED}")
+            self._record(f"rank {self.rank} was ended without a save, because {ORPHANED}", is_consequence=True)
         return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
 
     def _why(self, code: int) -> dict[str, Any] | None:
@@ -292,10 +292,10 @@ class Guard:
             self._record(self.killed_by)
             self.killed_by = ""
 
-    def _record(self, reason: str) -> None:
+    def _record(self, reason: str, is_consequence: bool = False) -> None:
         from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
 
-        record_exit(self.folder, FAILED, reason, self.rank, self.started_s)
+        record_exit(self.folder, FAILED, reason, self.rank, self.started_s, is_consequence=is_consequence)
 
     # ---- where everybody is
 
