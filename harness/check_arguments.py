@@ -234,17 +234,14 @@ def _kernel_findings(args: Arguments, machine: Machine) -> Iterator[Finding]:
     model, precision = args.model, args.train.precision
     on_gpu = bool(machine.gpus) and not args.train.use_cpu
     attention = model.attn_implementation
+    if precision == "fp32" and (attention in _FLASH or (attention == "varlen" and on_gpu)):
+        yield Finding("error", "--attn_implementation", f"{attention} has no fp32", "--precision bf16, or --attn_implementation sdpa")
     if attention in _FLASH:
-        if precision == "fp32":
-            yield Finding("error", "--attn_implementation", f"{attention} has no fp32", "--precision bf16, or --attn_implementation sdpa")
         if not on_gpu:
             yield Finding("error", "--attn_implementation", f"{attention} needs a GPU", "--attn_implementation sdpa")
         elif importlib.util.find_spec("flash_attn") is None:
             fix = "pip install flash-attn --no-build-isolation, or --attn_implementation sdpa"
             yield Finding("error", "--attn_implementation", f"{attention} needs the package flash-attn", fix)
-    elif attention == "varlen":
-        if precision == "fp32" and on_gpu:
-            yield Finding("error", "--attn_implementation", f"{attention} has no fp32", "--precision bf16, or --attn_implementation sdpa")
     elif attention == "flash_attention":
         yield Finding("error", "--attn_implementation", "flash_attention is not known", "did you mean flash_attention_2?")
     if model.torch_compile and model.no_custom_kernels:
@@ -427,10 +424,11 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
                 message = f"{size_text(free)} are free at {existing}, and {wants}"
                 yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
     resume = train.resume_from_checkpoint
-    if resume and resume.lower() not in ("auto", "latest", "true") and not Path(resume).is_dir():
-        yield Finding("error", "--resume_from_checkpoint", f"{resume} does not exist", "auto, latest, or a checkpoint folder")
-    elif resume and resume.lower() not in ("auto", "latest", "true") and (none := no_checkpoint(Path(resume))):
-        yield Finding("error", "--resume_from_checkpoint", *none)
+    if resume and resume.lower() not in ("auto", "latest", "true"):
+        if not Path(resume).is_dir():
+            yield Finding("error", "--resume_from_checkpoint", f"{resume} does not exist", "auto, latest, or a checkpoint folder")
+        elif none := no_checkpoint(Path(resume)):
+            yield Finding("error", "--resume_from_checkpoint", *none)
     if resume and train.overwrite_output_dir:
         yield Finding("error", "--resume_from_checkpoint", "and --overwrite_output_dir contradict each other", "keep one")
 

@@ -236,8 +236,7 @@ class Checkpointer:
         try:
             act()
         except OSError as error:
-            reason = error.strerror if disk_room.is_full(error) and disk_room.MAKE_ROOM in str(error) else _one_line(error)
-            problem = f"rank {self.coordinator.process_index}: {reason}"
+            problem = f"rank {self.coordinator.process_index}: {disk_room.named(error) or _one_line(error)}"
         return next((reason for reason in self.coordinator.gather(problem) if reason), None)
 
     def _write_states(self, folder: Path, trainer_state: dict[str, Any]) -> None:

@@ -56,6 +56,22 @@ def naming(path: Path, num_bytes: int | None = None) -> Iterator[None]:
         raise OSError(number, f"cannot write {path}{needed}: {os.strerror(number)}{free_text(path.parent)}; {MAKE_ROOM}") from None
 
 
+def named(error: BaseException) -> str | None:
+    """What `naming` has said of a full disk; None for every other error."""
+    return error.strerror if isinstance(error, OSError) and MAKE_ROOM in (error.strerror or "") else None
+
+
+@contextlib.contextmanager
+def unfinished(temporary: Path, final: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """`naming` for a folder that is filled under another name before it gets its own: whatever fails inside takes it away."""
+    try:
+        with naming(final, num_bytes):
+            yield
+    except Exception:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 def fill_probe(path: Path) -> None:
     """Writes a block into a new file and removes it again: an empty file can be made on a full disk too.
 

@@ -148,22 +148,18 @@ def export_model(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
-    try:
-        with disk_room.naming(folder, num_bytes):
-            wrong = _write_weights(temporary, weights, shapes, dtype, max_shard_bytes, is_main_process)
-            if not is_main_process:
-                return
-            if wrong:
-                raise RuntimeError("the export would not load: " + "; ".join(wrong))
-            _write_config(temporary, config, dtype)
-            tokenizer.save_pretrained(temporary)
-            if generation_config is not None:
-                generation_config.save_pretrained(temporary)
-            if card:
-                (temporary / "README.md").write_text(card, encoding="utf-8")
-    except Exception:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with disk_room.unfinished(temporary, folder, num_bytes):
+        wrong = _write_weights(temporary, weights, shapes, dtype, max_shard_bytes, is_main_process)
+        if not is_main_process:
+            return
+        if wrong:
+            raise RuntimeError("the export would not load: " + "; ".join(wrong))
+        _write_config(temporary, config, dtype)
+        tokenizer.save_pretrained(temporary)
+        if generation_config is not None:
+            generation_config.save_pretrained(temporary)
+        if card:
+            (temporary / "README.md").write_text(card, encoding="utf-8")
     if folder.exists():
         old = folder.with_name(f".old-{folder.name}")
         shutil.rmtree(old, ignore_errors=True)

@@ -410,7 +410,7 @@ def export_adapter(
     shutil.rmtree(temporary, ignore_errors=True)
     config = attached.config
     try:
-        with disk_room.naming(folder, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())):
+        with disk_room.unfinished(temporary, folder, sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())):
             temporary.mkdir(parents=True)
             save_file(tensors, str(temporary / "adapter_model.safetensors"), metadata={"format": "pt"})
             give_usual_mode(temporary / "adapter_model.safetensors")
@@ -420,9 +420,6 @@ def export_adapter(
                 tokenizer.save_pretrained(temporary)
             if card:
                 (temporary / "README.md").write_text(card, encoding="utf-8")
-    except Exception:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     finally:
         config.inference_mode = False
     shutil.rmtree(folder, ignore_errors=True)

@@ -138,9 +138,8 @@ def _say_why(error: BaseException, rank: int, coordinator: Any) -> str:
     from harness.coordination import is_over_the_limit
 
     found = guard_line.ask_whereabouts(whereabouts.place_of_error(error)) if is_over_the_limit(error) else {}
-    no_room = isinstance(error, OSError) and disk_room.MAKE_ROOM in str(error)
-    said = error.strerror if no_room and isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    reason = str(said).splitlines()[0] + coordinator.silent_ranks(error)
+    no_room = disk_room.named(error)
+    reason = (no_room or f"{type(error).__name__}: {error}").splitlines()[0] + coordinator.silent_ranks(error)
     for other, each in found.items():
         log.error("%s", whereabouts.describe(other, each), extra={"all_ranks": True})
     reason += whereabouts.who_hangs(found)
