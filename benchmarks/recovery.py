@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -27,7 +28,8 @@ sys.path.insert(0, str(ROOT))
 LIMIT_VARIABLE = "HARNESS_BENCHMARK_LIMIT_AT_STEP"
 SHARE_VARIABLE = "HARNESS_BENCHMARK_LIMIT_SHARE"
 STEPS = 12
-DETAILS = ("losses", "step_times_s", "grad_norms", "phases")  # in the file only
+SPOKEN = re.compile(r"\.\.\.$|train \| ")  # of the log, what is in the result already
+DETAILS = ("losses", "step_times_s", "grad_norms", "phases", "timeline")  # in the file only
 
 
 def worker() -> int:
@@ -102,6 +104,7 @@ def run(
         "between_rows_s": max((after["time_s"] - before["time_s"] for before, after in itertools.pairwise(train)), default=0.0),
     }
     text = log.read_text(errors="replace")
+    result["timeline"] = [line for line in text.splitlines() if re.match(r"\d{4}-\d\d-\d\d [\d:]{8} ", line) and not SPOKEN.search(line)]
     result["phases"] = [line.strip() for line in text.splitlines() if ": done in " in line and "rank" not in line.split(":")[0]]
     if code != 0:
         result["tail"] = failure_of(output, 4000) or log_end(log, 4000)
