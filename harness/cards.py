@@ -23,6 +23,8 @@ CARDS: dict[str, tuple[float, float, float]] = {
     "V100": (31.7, 0.9e12, 100e9),
     "T4": (14.6, 0.3e12, 8e9),
 }
+# Compute capability before 8.0.
+WITHOUT_BF16 = {"V100": "7.0", "T4": "7.5"}
 # A card's label counts 2^30 bytes to the GB, of which CUDA shows a little less: 79.1 of "80GB", 139.8 of "141GB".
 LABEL_SHARE = 0.985
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +203,7 @@ def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
+_SMALL = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _SHARES = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob")
 
 
@@ -223,7 +224,24 @@ def impossible_values(value_of: Callable[[str], Any]) -> list[Finding]:
         value = value_of(key)
         if isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and not 0 <= value <= 1):
             found.append(Finding("error", key, f"must be a number from 0 to 1, not {value!r}", fix))
+    for key in _SMALL:
+        value = value_of(key)
+        if isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and not 0 <= value < 1):
+            found.append(Finding("error", key, f"must be a small number that is not negative, not {value!r}", fix))
+    for key, value in _thetas(value_of):
+        if isinstance(value, (str, bool)) or (isinstance(value, (int, float)) and not (0 < value < math.inf)):
+            found.append(Finding("error", key, f"must be a positive number, not {value!r}", fix))
     return found
+
+
+def _thetas(value_of: Callable[[str], Any]) -> Iterator[tuple[str, Any]]:
+    """The bases of rotary positions, at the top or among `rope_parameters`, which may be given for each kind of layer."""
+    yield "rope_theta", value_of("rope_theta")
+    parameters = value_of("rope_parameters")
+    if isinstance(parameters, Mapping):
+        inner = [each for each in parameters.values() if isinstance(each, Mapping)]
+        for each in inner or [parameters]:
+            yield "rope_theta", each.get("rope_theta")
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")

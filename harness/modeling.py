@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import difflib
+import errno
 import importlib.util
 import json
 import logging
@@ -30,6 +31,7 @@ from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
 from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
+from harness.user_files import open_regular
 
 log = logging.getLogger("harness")
 
@@ -112,6 +114,9 @@ def load_config(args: ModelArguments) -> Any:
         if names_a_path(source) and not Path(source).expanduser().exists():
             raise user_error(key, f"{source} does not exist", "give an existing folder, or a hub name like gpt2")
         offline = None if Path(source).exists() else stay_offline_without_hub()
+        unreadable = _unreadable_config(source)
+        if unreadable is not None:
+            raise user_error(key, unreadable, "give a model's folder, or its config.json")
         try:
             config = AutoConfig.from_pretrained(
                 source, revision=args.model_revision, cache_dir=args.cache_dir, trust_remote_code=args.trust_remote_code
@@ -165,6 +170,19 @@ def _unknown_names(value_of: Callable[[str], Any]) -> list[Finding]:
             fix = f"did you mean {close[0]}?" if close else "correct the model's config.json"
             found.append(Finding("error", key, f"unknown {kind} {value}", fix))
     return found
+
+
+def _unreadable_config(source: str) -> str | None:
+    """Why a local config cannot be opened as a file; None where it can, or is not there. A pipe would be waited for without end."""
+    path = Path(source).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        return None
+    try:
+        open_regular(path).close()
+    except OSError as error:
+        return f"{path} {error.strerror if error.errno == errno.EINVAL else f'cannot be read: {error.strerror}'}"
+    return None
 
 
 def _model_type_in(source: str) -> str | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.candidates import OFFLOADING, EnginePlan, Limits, plan_engine
-from harness.cards import CARDS, card_bytes, card_of_size, hardware_of, is_size_of, known_card
+from harness.cards import CARDS, WITHOUT_BF16, card_bytes, card_of_size, hardware_of, is_size_of, known_card
 from harness.check_savers import accumulation_findings, in_backward_findings, optimizer_findings
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
@@ -56,7 +56,7 @@ def _parser() -> FindingParser:
     add("--block_size", type=int, help="tokens per sample (default: the model's limit, at most 4096)")
     add("--per_device_train_batch_size", type=int, default=8, help="samples per micro-batch and process, as asked for")
     add("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step, as asked for")
-    add("--precision", default="bf16", choices=["bf16", "fp16", "fp32"])
+    add("--precision", choices=["bf16", "fp16", "fp32"], help="default: bf16, or fp16 on a card without it")
     add("--optim", default="adamw_torch_fused", choices=list(OPTIMIZER_STATE_BYTES))
     add("--optim_in_backward", action="store_true", help="parameters are updated in backward, and their gradients freed")
     add("--activation_checkpointing", choices=["none", "selective", "full"], help="keep this one (default: all are tried)")
@@ -139,6 +139,9 @@ def _problems(options: argparse.Namespace) -> list[tuple[str, str, str]]:
             found.append((name, problem, "write for example 80GB or 79.1GiB"))
     if options.gpu is not None and peak_flops(options.gpu) is None:
         found.append(("gpu", f"unknown card {options.gpu}", f"give one of {', '.join(CARDS)}, or --gpu_memory"))
+    card = known_card(options.gpu or "")
+    if options.precision == "bf16" and card in WITHOUT_BF16:
+        found.append(("precision", f"a {card} (compute capability {WITHOUT_BF16[card]}) has no bf16", "give --precision fp16"))
     groups = options.shard_group_size
     if groups and options.num_gpus and options.num_gpus % groups:
         found.append(("shard_group_size", f"{options.num_gpus} cards cannot be cut into groups of {groups}", ""))
@@ -287,6 +290,10 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
         UserError: wrong input.
     """
     hardware, gpu_bytes = _hardware(options, machine)
+    if options.precision is None:
+        is_here = options.gpu is None and options.gpu_memory is None
+        is_old = not machine.supports_bf16 if is_here else known_card(options.gpu or "") in WITHOUT_BF16
+        options.precision = "fp16" if is_old else "bf16"
     num_gpus = options.num_gpus or len(machine.gpus) or 1
     host = parse_size(options.host_memory) if options.host_memory else (machine.host_memory_bytes if machine.gpus else None)
     limits = Limits(gpu_bytes, host, options.nvme)
@@ -294,6 +301,9 @@ def make_plans(options: argparse.Namespace, machine: Machine) -> tuple[Measured,
     if wrong := list(job_findings(options.sequence_parallel_size, engines[0], num_gpus)):
         raise UserError(wrong)
     measured = measure([_request(options, engines)])
+    limit = measured.shape.max_positions
+    if limit is not None and measured.block_size > limit:
+        raise user_error("--block_size", f"{measured.block_size} is over the model's limit of {limit}", f"--block_size {limit}")
     options.block_size = measured.block_size  # where none was given, it is the model's
     plans = []
     for engine in engines:

@@ -691,6 +691,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": -2}, "num_hidden_layers: must be a positive whole number, not -2"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 is beyond all models; at most 10,000"),
     ({"hidden_size": "256"}, "hidden_size"),
+    ({"rms_norm_eps": -1e-6}, "rms_norm_eps: must be a small number that is not negative, not -1e-06"),
+    ({"rms_norm_eps": 3.0}, "rms_norm_eps: must be a small number"),
+    ({"rope_theta": 0, "rope_parameters": None}, "rope_theta: must be a positive number, not 0"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta: must be a positive number, not -1.0"),
     ({"model_type": "no_such_model"}, "--config_name: unknown architecture no_such_model"),
     ({"model_type": "lama"}, "unknown architecture lama -> did you mean llama?"),
 ]

@@ -355,6 +355,24 @@ def test_a_card_is_named_only_where_it_is_one(words: str, card: str, no_measurin
     assert card in capsys.readouterr().out.splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    ("words", "precision"),
+    [("--gpu T4", "fp16"), ("--gpu V100 --precision fp32", "fp32"), ("--gpu H100", "bf16"), ("--gpu_memory 8GB", "bf16")],
+)
+def test_a_card_without_bf16_is_planned_in_fp16(words: str, precision: str, no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    planner.main(["--model", "a", "--num_gpus", "8", "--engine", "fsdp", *words.split()])
+    assert f"; {precision}, adamw" in capsys.readouterr().out
+
+
+def test_bf16_on_a_card_without_it_and_samples_over_the_limit_are_refused(no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "a", "--num_gpus", "8", "--engine", "fsdp"]
+    assert planner.main([*words, "--gpu", "T4", "--precision", "bf16"]) == 2
+    assert "--precision: a T4 (compute capability 7.5) has no bf16 -> give --precision fp16" in capsys.readouterr().err
+    limit = 8192
+    assert planner.main([*words, "--gpu", "H100", "--block_size", str(limit + 1)]) == 2
+    assert f"--block_size: {limit + 1} is over the model's limit of {limit} -> --block_size {limit}" in capsys.readouterr().err
+
+
 def test_savers_leave_the_engines_that_have_them(no_measuring: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def plans(words: str) -> dict[str, Any]:
         planner.main(["--model", "a", "--gpu", "H100", "--num_gpus", "8", "--block_size", "4096", "--json", *words.split()])

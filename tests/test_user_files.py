@@ -123,8 +123,10 @@ def test_folders_with_pipes_in_them(tmp_path: Path) -> None:
 
 
 def test_a_run_refuses_pipes_in_its_model_and_output_folder(tmp_path: Path) -> None:
+    from harness.args import ModelArguments
     from harness.check_arguments import check_arguments, model_facts
     from harness.machine import Machine
+    from harness.modeling import load_config
     from harness.parsing import parse_args
 
     model, out = tmp_path / "model", tmp_path / "out"
@@ -136,6 +138,9 @@ def test_a_run_refuses_pipes_in_its_model_and_output_folder(tmp_path: Path) -> N
     assert [finding.message for finding in model_facts(args).problems] == [f"{model}/config.json is not a regular file"]
     found = check_arguments(args, engine="ddp", num_processes=1, environ={}, machine=Machine())
     assert f"{out}/train.log is not a regular file" in [finding.message for finding in found if finding.key == "--output_dir"]
+    for source in (model, model / "config.json"):  # what `harness plan` and `harness layers` read
+        with pytest.raises(UserError, match=f"{model}/config.json is not a regular file"):
+            load_config(ModelArguments(config_name=str(source)))
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     os.mkfifo(model / "model.safetensors")
