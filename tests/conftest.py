@@ -26,25 +26,19 @@ settings.register_profile("same", derandomize=True, deadline=None, max_examples=
 settings.register_profile("long", deadline=None, max_examples=3000, print_blob=True, suppress_health_check=list(HealthCheck))
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
-# Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run.
+# Tests that share a worker: those that start ranks, by launcher or by fork, and those of the documents, which share a small run. Ranks
+# wait for each other and for launchers a third of their time, so those of the second kind go beside the first.
 ONE_WORKER = {
-    "ranks": (
-        "tests/distributed/",
-        "tests/faults/",
-        "tests/foreign/test_launchers.py",
-        "tests/foreign/test_redo.py",
-        "tests/test_launch.py",
-        "tests/cluster/test_s",
-    ),
+    "ranks": ("tests/distributed/", "tests/faults/"),
+    "launched": ("tests/foreign/test_launchers.py", "tests/foreign/test_redo.py", "tests/test_launch.py", "tests/cluster/test_s"),
     "readme": ("tests/test_readme.py",),
 }
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests that start ranks share one worker of pytest-xdist, so that no other one waits for them: several ranks fill a small machine.
+    """Tests that start ranks share two workers of pytest-xdist at most: several ranks fill a small machine.
 
-    By fork, too: two jobs at once are no faster on two cores, and one server of forks is enough.
     By the scheduler, not by `xdist_group`: pytest 9.2 does not let pytest-xdist 3.8 write the group into a test's name.
     """
     from xdist.scheduler import LoadScopeScheduling
