@@ -63,7 +63,7 @@ SYSTEMS: dict[str, System] = {
     "lora-ddp": System("ours", "trainer-lora-ddp", lora=True),
     "trainer-lora-ddp": System("trainer", lora=True),
     "packed": System("ours", flags=_FSDP, rows="documents"),
-    "isolated": System("ours", "packed", _FSDP, rows="isolated"),
+    "isolated-mask": System("ours", "packed", {**_FSDP, "attn_implementation": "sdpa"}, rows="isolated"),
     "isolated-flex": System("ours", "packed", {**_FSDP, "attn_implementation": "flex_attention"}, rows="isolated"),
     "isolated-varlen": System("ours", "packed", {**_FSDP, "attn_implementation": "varlen"}, rows="isolated"),
     "isolated-flash": System("ours", "packed", {**_FSDP, "attn_implementation": "flash_attention_2"}, rows="isolated", needs="flash_attn"),
@@ -75,7 +75,7 @@ GROUPS: dict[str, list[str]] = {
     "base": ["fsdp", "trainer-fsdp", "zero3", "trainer-zero3", "torchtitan", "fsdp-fp8"],
     "lora": ["lora-fsdp", "trainer-lora-fsdp"],
     "lora-one-card": ["lora-ddp", "trainer-lora-ddp"],
-    "isolation": ["packed", "isolated-varlen", "isolated", "isolated-flex", "isolated-flash"],
+    "isolation": ["packed", "isolated-varlen", "isolated-mask", "isolated-flex", "isolated-flash"],
     "offload": ["zero3-offload", "trainer-zero3-offload", "trainer-zero3-offload-cores"],
 }
 

@@ -10,7 +10,7 @@ Every system trains the same Llama (built from a config, untied, float32 masters
                    torchtitan                   where it is installed: compiled, without activation checkpointing, as ours
     lora           lora-fsdp, trainer-lora-fsdp: r 16 on every linear layer but the head, a base in bf16; the Trainer's through peft
     lora-one-card  lora-ddp, trainer-lora-ddp: the same where the whole base is on every card
-    isolation      packed, isolated-varlen, isolated, isolated-flex, isolated-flash: rows packed of documents (seeded lengths, half
+    isolation      packed, isolated-varlen, isolated-mask, isolated-flex, isolated-flash: rows packed of documents (seeded lengths, half
                    below 500 tokens), which see each other or not; the attention that ran is in the results
     offload        zero3-offload, trainer-zero3-offload: ds_configs/zero3_offload.json; -cores: the Trainer with OMP_NUM_THREADS set to
                    each process's part of the cores, where a launcher sets 1

@@ -46,7 +46,8 @@ class ProbeRequest:
         checkpointing: modes of activation checkpointing.
         loss_chunks: chunk sizes of the loss, tokens; 0 is all at once.
         lora: keyword arguments of peft's LoraConfig, or None.
-        documents: attention keeps the documents of a pack apart, so a mask exists.
+        documents: attention keeps the documents of a pack apart, so a mask exists, unless `attention` needs none: flash and flex
+            attention, and varlen where the model can take it.
         sequence_parallel_size: processes that share each sample; what one of them has is measured.
     """
 
@@ -344,7 +345,7 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
         release = _no_gradients_kept([t for t in tensors if isinstance(t, torch.nn.Parameter)])
         whole = (batch, request.own_tokens * request.sequence_parallel_size)
         inputs = {"input_ids": torch.zeros(whole, dtype=torch.long)}
-        pack = torch.zeros(whole, dtype=torch.long) if request.documents else None
+        pack = torch.zeros(whole, dtype=torch.long) if request.documents and _needs_mask(model, request) else None
         with _shared(model, request, inputs) as inputs, _hooks(meter, layers, state), documents(pack), meter:
             with _context(weights):
                 hidden = [model.get_decoder()(**inputs, use_cache=False)[0]]
@@ -356,6 +357,13 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
             meter.mark("done")
         release()
     return meter
+
+
+def _needs_mask(model: Any, request: ProbeRequest) -> bool:
+    """Whether documents are kept apart by a mask."""
+    from harness.modeling import can_attend_by_length
+
+    return request.attention in ("sdpa", "eager") or (request.attention == "varlen" and not can_attend_by_length(model))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ class ModelArguments:
     model_revision: str = _field("main", "Branch, tag or commit of the model on the hub.")
     cache_dir: Optional[str] = _field(None, "Where models and tokenizers from the hub are kept.")
     trust_remote_code: bool = _field(False, "Run model code that comes with the model. Only for sources you trust.")
-    attn_implementation: Optional[str] = _field(None, "sdpa, eager, flash_attention_2, flex_attention, varlen; default: the model's.")
+    attn_implementation: Optional[str] = _field(
+        None, "sdpa, eager, flash_attention_2, flex_attention, varlen; default: varlen for packed documents on a GPU, else the model's."
+    )
     torch_dtype: Optional[str] = _field(
         None, "dtype in which weights are read: float32, bfloat16, float16, auto. Default: what the engine and precision need."
     )
@@ -51,7 +53,7 @@ class ModelArguments:
     fp8_all_gather: Optional[bool] = _field(
         None, "Gather weights in float8: half the traffic. Default: with --fp8 tensorwise, where weights are shared out and on the card."
     )
-    no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile and float8 together.")
+    no_custom_kernels: bool = _field(False, "Turn off Liger, Apex, compile, varlen attention and float8 together.")
 
 
 @dataclasses.dataclass

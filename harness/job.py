@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files, disk_room, modeling, monitor, run_folder
+from harness import checkpoint_files, disk_room, modeling, monitor, run_folder, varlen_attention
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
@@ -178,6 +178,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         args.model, config, tokenizer, dtype=master_dtype(engine_name, precision, args.model.torch_dtype, config), seed=args.train.seed
     )
     _check_model(args, empty)
+    _attend_by_length(args, empty, engine_name, precision, coordinator)
     with phase("data"):
         prepared = prepare_data(
             args.data,
@@ -359,13 +360,31 @@ def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
     text = empty.config.get_text_config() if hasattr(empty.config, "get_text_config") else empty.config
     if problems := list(model_findings(args.train.sequence_parallel_size, lambda name: getattr(text, name, None))):
         raise UserError(problems)
+    if modeling.is_encoder(empty.model):
+        raise user_error(
+            "is_decoder",
+            f"{type(empty.model).__name__} is an encoder by its config: every token would see those that it is to predict",
+            "set is_decoder to true in the model's config.json, or with --config_overrides is_decoder=true",
+        )
     isolated = args.data.document_isolation and args.data.packing != "none"
     if isolated and not modeling.can_isolate(empty.model):
+        mixing = ", ".join(modeling.mixing_layers(empty.model))
         raise user_error(
             "--no_document_isolation",
-            f"{type(empty.model).__name__} cannot keep the documents of a pack apart",
+            f"{type(empty.model).__name__} cannot keep the documents of a pack apart{f' ({mixing})' if mixing else ''}",
             "add --no_document_isolation, or use --packing none",
         )
+
+
+def _attend_by_length(args: Arguments, empty: modeling.EmptyModel, engine_name: str, precision: str, coordinator: Coordinator) -> None:
+    """Where the user chose no attention, packed documents are kept apart by the one that needs no mask, if card and model have it."""
+    isolated = args.data.document_isolation and args.data.packing != "none"
+    if not isolated or args.model.attn_implementation or args.model.no_custom_kernels or engine_name == "device_map":
+        return
+    if varlen_attention.is_available(coordinator.device, precision) and modeling.can_attend_by_length(empty.model):
+        args.model.attn_implementation = varlen_attention.NAME
+        empty.model.set_attn_implementation(varlen_attention.NAME)
+        log.info("documents are kept apart by varlen attention, without a mask (--attn_implementation sdpa makes one)")
 
 
 def _metrics(args: Arguments, folder: Path, coordinator: Coordinator, plan: RunPlan) -> MetricsLog:

@@ -61,8 +61,9 @@ def _parser() -> FindingParser:
     add("--optim_in_backward", action="store_true", help="parameters are updated in backward, and their gradients freed")
     add("--activation_checkpointing", choices=["none", "selective", "full"], help="keep this one (default: all are tried)")
     add("--loss_chunk_size", type=int, default=1024, help="tokens whose logits exist at once in the loss; 0: all")
-    add("--attn_implementation", default="sdpa", choices=["sdpa", "eager", "flash_attention_2", "flex_attention", "varlen"])
-    add("--document_isolation", type=_boolean, default=True, metavar="BOOL", help="documents of a pack do not see each other: needs a mask")
+    choices = ["sdpa", "eager", "flash_attention_2", "flex_attention", "varlen"]
+    add("--attn_implementation", choices=choices, help="default: varlen for packed documents, where card and model have it, else sdpa")
+    add("--document_isolation", type=_boolean, default=True, metavar="BOOL", help="documents of a pack do not see each other")
     add("--optimizer_offload", type=float, help="keep this share of the optimizer states on the host")
     add("--param_offload", choices=["none", "cpu", "nvme"], help="keep parameters there")
     add("--sequence_parallel_size", type=int, default=1, help="cards that share each sample, a slice of its tokens each")
@@ -178,6 +179,12 @@ def _hardware(options: argparse.Namespace, machine: Machine) -> tuple[Hardware, 
     return hardware, num_bytes
 
 
+def _attention(options: argparse.Namespace) -> str:
+    """What was chosen, or what a run takes by itself; a model that cannot take varlen is measured with a mask."""
+    by_length = options.document_isolation and options.precision != "fp32" and known_card(options.gpu or "") not in WITHOUT_BF16
+    return options.attn_implementation or ("varlen" if by_length else "sdpa")
+
+
 def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict[str, Any]:
     """What must be measured, in each way in which weights look inside the products."""
     modes = list(dict.fromkeys(RunShape(engine, 1, 2, precision=options.precision).weights for engine in engines))
@@ -197,13 +204,12 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
         "config_overrides": options.config_overrides,
         "cache_dir": options.cache_dir,
         "trust_remote_code": options.trust_remote_code,
-        "attention": options.attn_implementation,
+        "attention": _attention(options),
         "block_size": options.block_size,
         "checkpointing": ["none", pinned] if pinned not in (None, "none") else (["none"] if pinned else ["none", "selective", "full"]),
         "loss_chunks": chunks,
         "lora": lora,
-        # flash, flex and varlen attention keep documents apart without a mask in memory
-        "documents": options.document_isolation and options.attn_implementation in ("sdpa", "eager"),
+        "documents": options.document_isolation,
         "weights": modes,
         "sequence_parallel_size": options.sequence_parallel_size,
     }

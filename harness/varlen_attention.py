@@ -10,7 +10,7 @@ compiled layer gets it as an input.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,6 +25,7 @@ from harness.findings import Finding
 NAME = "varlen"
 KEY = "--attn_implementation"
 MAX_HEAD_DIM = 256
+_takes_fewer_keys = False  # known from `register` on; a compiled layer must not ask
 _INSTEAD = "--attn_implementation flex_attention, or sdpa"
 
 
@@ -34,6 +35,11 @@ def register(ends: Callable[[], tuple[Tensor | None, bool]]) -> None:
     Args:
         ends: asked by every forward: where documents end, see `attend`, and whether documents are to be kept apart.
     """
+    global _takes_fewer_keys
+    if importlib.util.find_spec("torch.nn.attention.varlen") is not None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        _takes_fewer_keys = "enable_gqa" in inspect.signature(varlen_attn).parameters
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -90,29 +96,30 @@ def attend(
     value_width = value.shape[-1]
     value = F.pad(value, (0, width - value_width)) if value_width < width else value
     rows = [each.transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    output = _kernel(rows[0].shape[1] // rows[1].shape[1])(*rows, ends, ends, tokens, tokens, **_how(scaling, window))
+    output = _packed(rows[0], rows[1], rows[2], ends, tokens, rows[0].shape[1] // rows[1].shape[1], _how(scaling, window))
     return output.unflatten(0, (batch, tokens))[..., :value_width], None
+
+
+def is_available(device: torch.device, precision: str) -> bool:
+    """Whether torch and this card have the kernel: 16 bits, compute capability 8.0 and later."""
+    found = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    return found and device.type == "cuda" and precision != "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _how(scaling: float | None, window: int | None) -> dict[str, Any]:
     return {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
 
 
-@functools.cache
-def _kernel(queries_of_a_key: int) -> Callable[..., Any]:
+def _packed(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, queries_of_a_key: int, how: dict[str, Any]) -> Tensor:
     """torch's function. Older ones (2.11) do not say that they take fewer keys than queries: there keys are repeated."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if queries_of_a_key == 1:
-        return varlen_attn
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        return functools.partial(varlen_attn, enable_gqa=True)
-
-    def repeated(query: Tensor, *pair: Any, **how: Any) -> Any:
-        key, value = (each.repeat_interleave(queries_of_a_key, 1) for each in pair[:2])
-        return varlen_attn(query, key, value, *pair[2:], **how)
-
-    return repeated
+    if queries_of_a_key > 1 and _takes_fewer_keys:
+        how = {**how, "enable_gqa": True}
+    elif queries_of_a_key > 1:
+        key, value = (each.repeat_interleave(queries_of_a_key, 1) for each in (key, value))
+    output: Any = varlen_attn(query, key, value, ends, ends, longest, longest, **how)
+    return output
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scaling: float | None, window: int | None) -> Tensor:
@@ -151,6 +158,8 @@ def findings(config: Any, device: str) -> Iterator[Finding]:
             yield refused(f"the model has {what} in its attention ({name})")
     if getattr(config, "attention_chunk_size", None):
         yield refused("the model attends within chunks (attention_chunk_size)")
+    if getattr(config, "use_bidirectional_attention", None):
+        yield refused("the model attends in both directions (use_bidirectional_attention)")
     if config.model_type == "gpt_oss":
         yield refused("the model has sinks in its attention")
     heads = getattr(config, "num_attention_heads", None)

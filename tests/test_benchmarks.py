@@ -31,7 +31,7 @@ def test_every_group_and_rival_is_a_system() -> None:
 
 
 def test_rows_of_documents_have_the_same_tokens_and_labels_isolated_or_not() -> None:
-    apart, together = (contenders.make_rows(trial(name)) for name in ("isolated", "packed"))
+    apart, together = (contenders.make_rows(trial(name)) for name in ("isolated-mask", "packed"))
     assert len(apart) == len(together) == 4 and apart[0] is apart[2]
     for index, (row, plain) in enumerate(zip(apart[:2], together[:2], strict=True)):
         lengths = contenders.document_lengths(2048, index)
@@ -48,11 +48,11 @@ def test_the_table_names_the_best_run_and_what_isolation_costs() -> None:
         return {"system": system, "size": "1B", "micro_batch": micro_batch, **figures}
 
     failed = {"system": "fsdp", "size": "1B", "micro_batch": 4, "failure": "out of memory"}
-    lines = throughput.table([failed, row("isolated", 2, 960), row("packed", 1, 900), row("packed", 2, 1000)]).splitlines()
+    lines = throughput.table([failed, row("isolated-mask", 2, 960), row("packed", 1, 900), row("packed", 2, 1000)]).splitlines()
     assert lines[2:] == [
         "| 1B | fsdp | 4 | out of memory | | | | |",
         "| 1B | packed | 2 | 1,000 |  | 9.5 | sdpa |  |",
-        "| 1B | isolated | 2 | 960 |  | 9.5 | sdpa | 0.96 x packed, costs 4.0 % |",
+        "| 1B | isolated-mask | 2 | 960 |  | 9.5 | sdpa | 0.96 x packed, costs 4.0 % |",
     ]
 
 

@@ -148,12 +148,117 @@ def test_attention_without_a_mask_is_that_with_one(model_type):
         torch.testing.assert_close(plain, masked, rtol=0, atol=2e-6)
 
 
+def tiny_model(model_type, attention, **more):
+    """A model of two small layers, whatever its family calls them."""
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 32, "n_embd": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4,
+        "n_head": 4,         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "n_positions": 64, "sliding_window": 3,
+        "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "word_embed_proj_dim": 32, "ffn_dim": 48, "ffn_dim_multiplier": 48,
+        "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_layers": 2,
+        "attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_dense_layers": 1,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    made = CONFIG_MAPPING[model_type]
+    known = {name: value for name, value in sizes.items() if hasattr(made(), name) and (model_type, name) != ("falcon", "head_dim")}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(made(**{**known, "layer_types": None, **more}), attn_implementation=attention).eval()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        ("gpt_oss", "eager"), ("opt", "sdpa"), ("opt", "eager"), ("bloom", "eager"), ("mpt", "eager"), ("biogpt", "sdpa"),
+        ("xglm", "eager"), ("afmoe", "sdpa"), ("gpt2", "sdpa"), ("gptj", "sdpa"), ("falcon", "sdpa"), ("gemma3_text", "sdpa"),
+    ],
+)  # fmt: skip
+def test_no_document_of_a_pack_sees_another_in_any_family(model_type, attention):
+    """Some of them make their masks without saying where documents begin; nor does a token see the next."""
+    import torch
+
+    from harness import modeling
+
+    modeling.isolate_packed_documents()
+    more = {"gptj": {"rotary_dim": 4}, "falcon": {"num_kv_heads": 4}}.get(model_type, {})
+    model = tiny_model(model_type, attention, **more)
+    assert modeling.can_isolate(model)
+    batch = collate([pack(A1, B, A2)], pad_id=0)
+
+    def outputs(place, token):
+        ids = batch.input_ids.clone()
+        ids[0, place] = token
+        with modeling.documents(batch.document_ids, batch.document_ends), torch.no_grad():
+            return model(input_ids=ids, position_ids=batch.position_ids, use_cache=False).logits[0]
+
+    plain, other_first, other_last = outputs(2, int(batch.input_ids[0, 2])), outputs(2, 50), outputs(13, 50)
+    begin, end = len(A1), len(A1 + B)
+    torch.testing.assert_close(other_first[begin:], plain[begin:], rtol=0, atol=1e-6)
+    torch.testing.assert_close(other_last[:13], plain[:13], rtol=0, atol=1e-6)
+    assert (other_first[2:begin] - plain[2:begin]).abs().max() > 1e-4
+    assert end == 9 and plain.shape[0] == 14
+
+
+def test_models_that_mix_tokens_outside_of_attention_and_encoders_are_known():
+    from harness import modeling
+
+    def named(model_type, **more):
+        import torch
+
+        with torch.device("meta"):
+            return tiny_model(model_type, "sdpa", **more)
+
+    hybrid = named("qwen3_next", layer_types=["linear_attention", "full_attention"])
+    assert list(modeling.mixing_layers(hybrid)) == ["linear_attention", "convolutions over tokens"] and not modeling.can_isolate(hybrid)
+    assert list(modeling.mixing_layers(named("gpt2"))) == []  # its products are called Conv1D
+    assert modeling.is_encoder(named("bert")) and not modeling.is_encoder(named("bert", is_decoder=True))
+    assert not modeling.is_encoder(named("llama")) and not modeling.is_encoder(named("opt"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more", "can"),
+    [
+        ("llama", {}, True),
+        ("gemma3_text", {}, True),
+        ("phimoe", {"sliding_window": None}, True),
+        ("phimoe", {}, False),  # its layers do not know of their window
+        ("doge", {}, False),
+        ("opt", {}, True),
+        ("llama", {"attention_dropout": 0.1}, False),
+        ("gemma3_text", {"use_bidirectional_attention": True}, False),
+        ("gpt_oss", {}, False),
+        ("qwen3_next", {"layer_types": ["linear_attention", "full_attention"]}, False),
+    ],
+)
+def test_which_models_take_attention_by_length_unasked(model_type, more, can):
+    """Where they do, it is that with a mask."""
+    import torch
+
+    from harness import modeling
+
+    modeling.isolate_packed_documents()
+    model = tiny_model(model_type, "eager" if model_type == "gpt_oss" else "sdpa", **more)
+    assert modeling.can_attend_by_length(model) is can
+    if not can:
+        return
+    batch = collate([pack(A1, B, A2), pack(B, A1)], pad_id=0)
+    found = []
+    for name in ("sdpa", "varlen"):
+        model.set_attn_implementation(name)
+        with modeling.documents(batch.document_ids, batch.document_ends), torch.no_grad():
+            found.append(model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits)
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=5e-6)
+    torch.testing.assert_close(found[1][1, :9], found[0][1, :9], rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize(
     ("model_type", "sizes", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, "varlen: the model has dropout in its attention (attention_dropout)"),
         ("gemma2", {"attn_logit_softcapping": 50.0}, "varlen: the model has capped scores"),
         ("gpt_oss", {}, "varlen: the model has sinks"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "varlen: the model attends in both directions"),
         ("llama4_text", {"attention_chunk_size": 8}, "varlen: the model attends within chunks"),
         ("llama", {}, ""),
     ],

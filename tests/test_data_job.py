@@ -129,3 +129,35 @@ def test_the_losses_of_a_mixtures_sources_are_logged_and_add_up(tmp_path: Path) 
     evaluation = next(row for row in rows if row["kind"] == "eval")
     parts = [evaluation["eval_loss/many"] * 3 * 11, evaluation["eval_loss/few"] * 10 * 3]
     assert evaluation["eval_loss"] == pytest.approx(sum(parts) / 63, rel=1e-6)
+
+
+def test_documents_are_kept_apart_without_a_mask_where_the_card_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unasked; `sdpa`, models that cannot and documents that need not be kept apart stay what they were."""
+    from harness import varlen_attention
+
+    data = rows_file(tmp_path / "a.jsonl", [f"the {number} of all numbers" for number in range(30)])
+    common: dict[str, object] = {"train_file": data, "packing": "concat", "max_steps": 4, "overwrite_output_dir": True}
+    masked = [row["loss"] for row in run(tmp_path, **common) if row["kind"] == "train"]
+    monkeypatch.setattr(varlen_attention, "is_available", lambda device, precision: precision == "fp32")  # its CPU form
+
+    def attention(**changes: object) -> tuple[list[float], str | None]:
+        rows = run(tmp_path, **common, **changes)
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        return [row["loss"] for row in rows if row["kind"] == "train"][-4:], config["attn_implementation"]
+
+    losses, name = attention()
+    assert name == "varlen" and losses == pytest.approx(masked, rel=1e-5)
+    assert "documents are kept apart by varlen attention, without a mask" in (tmp_path / "out" / "train.log").read_text()
+    assert attention(attn_implementation="sdpa")[1] == "sdpa"
+    for changes in ({"document_isolation": False}, {"no_custom_kernels": True}, {"config_overrides": f"{TINY},attention_dropout=0.1"}):
+        assert attention(**changes)[1] is None
+
+
+def test_what_cannot_be_kept_apart_or_sees_the_future_is_said_before_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness.run_clm import main
+
+    data = rows_file(tmp_path / "a.jsonl", ["a", "b"])
+    words = ["--tokenizer_name", "bytes", "--train_file", str(data), "--output_dir", str(tmp_path / "out"), "--max_steps", "1"]
+    sizes = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4"
+    assert main([*words, "--model_type", "bert", "--config_overrides", sizes]) == 2
+    assert "is_decoder: BertLMHeadModel is an encoder by its config" in capsys.readouterr().err
