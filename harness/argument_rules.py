@@ -81,11 +81,14 @@ def _lora_problems(lora: LoraArguments, typed: frozenset[str]) -> Iterator[Findi
     for name, text in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         try:
             pattern = json.loads(text) if text else {}
-        except json.JSONDecodeError as error:
-            yield _error(name, f"is not JSON: {error.msg} at character {error.pos}", f"quote it: --{name} '{{\"q_proj\": 16}}'")
+        except (ValueError, RecursionError) as error:
+            where = f": {error.msg} at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
+            yield _error(name, f"is not JSON{where}", f"quote it: --{name} '{{\"q_proj\": 16}}'")
             continue
         if not isinstance(pattern, dict) or not all(type(value) is int and value > 0 for value in pattern.values()):
             yield _error(name, f"must map module names to positive whole numbers, not {text}", f"write --{name} '{{\"q_proj\": 16}}'")
+        elif any(value > _MOST["lora_r"] for value in pattern.values()):
+            yield _error(name, f"has a number over {_MOST['lora_r']}", f"write --{name} '{{\"q_proj\": 16}}'")
 
 
 def _aliases(args: Arguments) -> Iterator[Finding]:

@@ -359,7 +359,7 @@ def _fsdp_findings(config: Mapping[str, Any], num_processes: int | None, model_t
         yield Finding("error", "fsdp_config.fsdp_min_num_params", message, "100000000")
     names = fsdp.get("transformer_layer_cls_to_wrap")
     if names and policy == "TRANSFORMER_BASED_WRAP":
-        yield from wrap_class_findings(names if isinstance(names, list) else str(names).split(","), model_type)
+        yield from wrap_class_findings([str(name) for name in names] if isinstance(names, list) else str(names).split(","), model_type)
 
 
 def _deepspeed_findings(config: Mapping[str, Any]) -> Iterator[Finding]:

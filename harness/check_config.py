@@ -29,7 +29,7 @@ from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
-from harness.findings import Finding, FindingParser, UserError, format_findings, has_errors, sort_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, format_findings, has_errors, is_count, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
 from harness.parsing import from_config, parse_args, read_yaml
@@ -89,7 +89,8 @@ def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | No
     Returns:
         Further findings.
     """
-    if not names_modules(args) or model_facts(args).problems:
+    wrong = {finding.key.removeprefix("--") for finding in known if finding.severity == "error"}
+    if not names_modules(args) or model_facts(args).problems or wrong & {"lora_r", "lora_alpha", "rank_pattern", "alpha_pattern"}:
         return []
     from harness.check_model import model_findings
 
@@ -320,7 +321,7 @@ def _machine_options(launch: Launch | None) -> dict[str, Any]:
     words = {key: launch.options.get(f"--{key}") for key in MACHINE_KEYS} if launch is not None and launch.launcher == "accelerate" else {}
     counts = ("num_processes", "num_machines")
     given = {key: text for key, text in words.items() if text is not None and not (key in counts and count_finding(key, text))}
-    return {key: int(text) if text.isdigit() else text for key, text in given.items()}
+    return {key: int(text) if is_count(text) else text for key, text in given.items()}
 
 
 def _of_run(args: Arguments, num_processes: int, num_machines: int, environ: Mapping[str, str], machine: Machine) -> list[Finding]:

@@ -366,7 +366,7 @@ def _schedule_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     if kind is None:
         yield Finding("error", "scheduler.type", "is missing", '"WarmupDecayLR", or remove the block and use --lr_scheduler_type')
         return
-    if kind not in keys.SCHEDULERS:
+    if not isinstance(kind, str) or kind not in keys.SCHEDULERS:
         close = [name for name in keys.SCHEDULERS if str(kind).lower() in name.lower()]
         close = close or difflib.get_close_matches(str(kind), list(keys.SCHEDULERS), n=1, cutoff=0.4)
         fix = f'did you mean "{close[0]}"?' if close else "remove the block and use --lr_scheduler_type"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from harness.build_locks import extensions_folder, is_abandoned, is_held, owner_of
-from harness.findings import Finding, UserError, user_error
+from harness.findings import Finding, UserError, is_count, user_error
 from harness.machine import Machine
 from harness.user_files import read_user_text
 
@@ -48,7 +48,7 @@ _COUNTS = {
     "accelerate": ("--num_processes", "--num_machines"),
     "torchrun": ("--nproc_per_node", "--nnodes"),
 }
-_HOST_LINE = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+_HOST_LINE = re.compile(r"(\S+)\s+slots=(\d{1,6})\s*(#.*)?")  # no host has a million
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Launch:
         """The value of the first of these options that was given, where it is a whole number."""
         for name in names:
             text = self.options.get(name, "")
-            if text.isdigit():
+            if is_count(text):
                 return int(text)
         return None
 
@@ -177,7 +177,7 @@ def _option_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Fin
 
 def count_finding(option: str, text: str) -> Finding | None:
     """The error of a number of processes or machines that is below 1; None where it is possible, or a word such as gpu."""
-    if re.fullmatch(r"[+-]?\d+", text) is None or int(text) >= 1:
+    if re.fullmatch(r"[+-]?\d+", text) is None or (text.strip("+-0") and not text.startswith("-")):
         return None
     return Finding("error", option, f"must be at least 1, not {text}", f"{option} 1, or leave it out")
 
@@ -248,7 +248,7 @@ def _host_findings(launch: Launch, hosts: Mapping[str, int]) -> Iterator[Finding
             host, _, slots = part.partition(":")
             if host not in hosts:
                 yield Finding("error", option, f"{host} is not in the hostfile", "one of " + ", ".join(hosts))
-            elif any(not slot.isdigit() or int(slot) >= hosts[host] for slot in filter(None, slots.split(","))):
+            elif any(not is_count(slot) or int(slot) >= hosts[host] for slot in filter(None, slots.split(","))):
                 yield Finding("error", option, f"{host} has slots 0 to {hosts[host] - 1}, not {slots}", f"{host}:0")
 
 
@@ -264,8 +264,8 @@ def _port_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Findi
             yield Finding("info", "MASTER_PORT", message, "unset it; launch/*.sh choose a free port")
         return
     text = launch.options[option]
-    if not text.isdigit() or int(text) > 65535:
-        yield Finding("error", option, f"{text} is no port", "a number from 1024 to 65535")
+    if not is_count(text) or int(text) > 65535:
+        yield Finding("error", option, f"{text[:40]} is no port", "a number from 1024 to 65535")
     elif text == "0" and num_nodes > 1:
         yield Finding(
             "error", option, f"0 lets each of the {num_nodes} machines choose its own port", "one port, the same on every machine"
@@ -323,8 +323,8 @@ def _rank_findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     if "WORLD_SIZE" not in environ:
         return
     for name in ("RANK", "WORLD_SIZE"):
-        if not environ.get(name, "0").isdigit():
-            yield Finding("error", name, f"{environ[name]!r} is not a whole number", "start the job with a launcher")
+        if not is_count(environ.get(name, "0")):
+            yield Finding("error", name, f"{environ[name][:40]!r} is not a whole number", "start the job with a launcher")
             return
     world, rank = int(environ["WORLD_SIZE"]), int(environ.get("RANK", "0"))
     missing = [name for name in names if name not in environ]

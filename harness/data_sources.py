@@ -458,7 +458,10 @@ def dataset_rows(data: Any, name: str, skip: int = 0) -> Iterator[Row]:
     if skip >= len(data):
         return
     rest = data.with_format(None).select(range(skip, len(data))) if skip else data.with_format(None)
-    for batch in rest.iter(batch_size=_ROWS_AT_ONCE):
+    batches = rest.iter(batch_size=_ROWS_AT_ONCE)
+    for table in rest.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        table.validate(full=True)  # a damaged file may point anywhere in memory
+        batch = next(batches)
         columns = list(batch)
         for values in zip(*batch.values(), strict=True):
             yield Row(dict(zip(columns, values, strict=True)), f"{name}, row {next(number)}")

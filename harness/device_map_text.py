@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from harness.findings import Finding, UserError, user_error
+from harness.findings import Finding, UserError, is_count, user_error
 from harness.partition import OFF_CARD, Device, normal_device, parse_size
 from harness.user_files import parse_json, read_user_text
 
@@ -141,7 +141,7 @@ def parse_max_memory(text: str, num_gpus: int, key: str = "--max_memory") -> dic
                 bad(part, "has no device before it")
             limits.update(dict.fromkeys(range(num_gpus), size))
             continue
-        device: Device = int(name) if name.isdigit() else name
+        device: Device = int(name) if is_count(name) else name
         if isinstance(device, str) and device not in OFF_CARD:
             bad(part, "names neither a card's number nor cpu or disk")
         elif isinstance(device, int) and num_gpus and device >= num_gpus:

@@ -216,3 +216,8 @@ def format_findings(findings: Sequence[Finding], title: str = "") -> str:
     lines = [title] if title else []
     lines += ["  " + finding.line() for finding in sort_findings(findings)]
     return "\n".join(lines)
+
+
+def is_count(text: str) -> bool:
+    """Whether a text is a whole number such as processes, cards and ports have; `isdigit` knows "²" too, `int` at most 4,300 digits."""
+    return text.isascii() and text.isdigit() and len(text) < 10

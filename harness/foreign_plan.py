@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.findings import is_count
 from harness.foreign_command import flag_value
 from harness.foreign_settings import ForeignSettings
 from harness.machine import Machine
@@ -24,8 +25,8 @@ def num_ranks_of(settings: ForeignSettings, machine: Machine) -> int:
     command = settings.command
     for name in _COUNT_FLAGS:
         if (value := flag_value(command.launcher_tokens, name)) is not None:
-            return int(value) if value.isdigit() else max(1, len(machine.gpus))
-    if settings.yaml is not None and str(settings.yaml.content.get("num_processes", "")).isdigit():
+            return int(value) if is_count(value) else max(1, len(machine.gpus))
+    if settings.yaml is not None and is_count(str(settings.yaml.content.get("num_processes", ""))):
         return int(settings.yaml.content["num_processes"])
     return max(1, len(machine.gpus)) if command.launcher in ("accelerate", "deepspeed") else 1
 
@@ -47,7 +48,7 @@ def planner_words(settings: ForeignSettings, num_ranks: int, gpu_memory: str | N
     if start.param_offload != "none":
         words += ["--param_offload", start.param_offload]
     tokens = settings.value("block_size")
-    if str(tokens).isdigit():
+    if is_count(str(tokens)):
         words += ["--block_size", str(tokens)]
     return [*words, *(["--gpu_memory", gpu_memory] if gpu_memory else [])]
 

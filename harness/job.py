@@ -205,6 +205,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         start = choose_start(
             args, engine_name, folder, coordinator, block_size=block_size, num_parameters=num_parameters, facts=planned_for
         )
+        build_ahead(start, coordinator)
         if start.host_relief >= 2:
             args.data.dataloader_num_workers = 0
         engine, template = build_engine(start.engine, args, coordinator, empty, start.settings, precision, plan.max_steps)
@@ -247,7 +248,6 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         resume(args, trainer, checkpointer, coordinator)
     if isinstance(engine.optimizer, torch.optim.Optimizer) and not engine.name.startswith("zero"):
         materialise_optimizer(engine.module, engine.optimizer)
-    build_ahead(start, coordinator)
     _dry_run(args, start, trainer, prepared, loader, coordinator)
     watcher = _watch_gpus(args, coordinator, metrics, trainer)
     status = "failed"

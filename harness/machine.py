@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from harness import cgroups
+from harness.findings import is_count
 
 GIB = 1024**3
 
@@ -117,7 +118,7 @@ def visible(cards: list[Gpu], visible_devices: str | None) -> list[Gpu]:
     for word in (part.strip() for part in visible_devices.split(",")):
         if word.startswith(("GPU-", "MIG-")) and len(chosen) < len(cards):
             chosen.append(cards[len(chosen)])
-        elif word.isdigit() and int(word) < len(cards):
+        elif is_count(word) and int(word) < len(cards):
             chosen.append(cards[int(word)])
         else:
             break

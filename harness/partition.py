@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
+from harness.findings import is_count
+
 Device = Union[int, str]
 """A GPU's index, "cpu" or "disk": the keys that accelerate's `max_memory` and the values that its device maps have."""
 
@@ -275,7 +277,7 @@ def normal_device(raw: Any) -> Device:
     """One spelling for a device: 1 for 1, "1", "cuda:1" and torch.device("cuda", 1); "cpu" and "disk" as they are."""
     text = str(raw)
     index = text.removeprefix("cuda:")
-    if index.isdigit():
+    if is_count(index):
         return int(index)
     return 0 if text == "cuda" else text
 

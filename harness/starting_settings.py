@@ -369,7 +369,7 @@ class DryRunWatch:
 
 
 def build_ahead(start: Start, coordinator: Coordinator) -> None:
-    """Compiles DeepSpeed's CPU Adam beside training where a step down may need it, so that a new start does not wait a minute for it."""
+    """Compiles DeepSpeed's CPU Adam beside the run where a step down may need it, so that a new start does not wait a minute for it."""
     rungs = [rung.settings if isinstance(rung, Rung) else rung for rung in start.ladder]
     later = start.settings.optimizer_offload == 0 and any(rung.optimizer_offload > 0 for rung in rungs)
     if start.engine != "zero" or not later or coordinator.device.type != "cuda" or not coordinator.is_local_main_process:

@@ -318,7 +318,7 @@ def _apply_batch(template: Mapping[str, Any], args: Arguments, num_processes: in
 
 def _apply_schedule(template: Mapping[str, Any], args: Arguments) -> list[Finding]:
     kind = get_value(template, "scheduler.type")
-    if kind is None:
+    if not isinstance(kind, str):  # what else it may be is said where the file is checked
         return []
     findings: list[Finding] = []
     ours = SCHEDULES.get(kind)
@@ -415,7 +415,7 @@ def _takes(config: Mapping[str, Any], path: str) -> bool:
     if get_value(config, path) == "auto":
         return True
     if path.endswith(".warmup_max_lr"):
-        return get_value(config, "scheduler.type") in ("WarmupLR", "WarmupDecayLR")
+        return str(get_value(config, "scheduler.type")) in ("WarmupLR", "WarmupDecayLR")
     if path.startswith("optimizer."):
         return path.endswith((".lr", ".weight_decay")) or str(get_value(config, "optimizer.type", "")).lower() in ADAM_TYPES
     return True
@@ -441,7 +441,7 @@ def _fill_precision(config: dict[str, Any], precision: str) -> list[Finding]:
 
 def _fill_schedule(config: dict[str, Any], train: TrainArguments, total_steps: int | None) -> list[Finding]:
     kind = get_value(config, "scheduler.type")
-    if kind is None:
+    if not isinstance(kind, str):
         return []
     findings: list[Finding] = []
     params: dict[str, Any] = config["scheduler"].setdefault("params", {})

@@ -241,3 +241,15 @@ def test_written_template_is_complete_and_reads_back(capsys: pytest.CaptureFixtu
     with pytest.raises(UserError, match="exists already"):
         write_template(path)
     assert command(capsys, "--write_template", str(tmp_path / "no" / "x.yaml"))[0] == 2
+
+
+def test_values_of_other_kinds_in_names_are_findings() -> None:
+    """A list where a name belongs, and numbers that no library reads."""
+    written = json.loads(Path(JSON_FILE).read_text()) | {"scheduler": {"type": [["WarmupLR"]], "params": {}}}
+    assert [finding.key for finding in check_deepspeed(written, num_processes=2, machine=AMPERE)] == ["scheduler.type"]
+    config = fsdp(transformer_layer_cls_to_wrap=[["LlamaDecoderLayer"], 3])
+    check_accelerate(config, num_processes=2, machine=AMPERE, model_type="llama")
+    huge = "9" * 30
+    for pattern in (f'{{"q_proj": {huge}}}', f'{{"q_proj": {"9" * 5000}}}', "[" * 100_000):
+        with pytest.raises(UserError, match="--rank_pattern"):
+            parse_args(["--model_type", "llama", "--train_file", "a", "--output_dir", "b", "--lora_r", "8", "--rank_pattern", pattern])

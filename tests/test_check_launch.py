@@ -118,6 +118,15 @@ def test_launch_rules(rule: Rule) -> None:
     check_both(rule, lambda command: check_launch(parse_launch(shlex.split(command)), {}, AMPERE))
 
 
+@pytest.mark.parametrize("digits", ["9" * 5000, "²"])
+def test_numbers_that_python_does_not_read(digits: str) -> None:
+    for command in (f"--num_processes {digits}", f"--num_machines {digits}", f"--main_process_port {digits}", f"--machine_rank {digits}"):
+        check_launch(parse_launch(shlex.split(f"accelerate launch {command} {SCRIPT}")), {}, AMPERE)
+    check_launch(parse_launch(["python", SCRIPT]), {"WORLD_SIZE": digits, "RANK": digits}, AMPERE)
+    (finding,) = check_launch(parse_launch(["torchrun", "--master_port", digits, SCRIPT]), {}, AMPERE)
+    assert finding.message == f"{digits[:40]} is no port"
+
+
 def test_visible_devices_that_the_deepspeed_launcher_drops() -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     (finding,) = check_launch(parse_launch(["deepspeed", "--num_gpus=4", SCRIPT]), environ, AMPERE)
@@ -188,6 +197,7 @@ def test_hostfile_with_blanks_and_comments(tmp_path: Path) -> None:
         (("node-a",), "line 1: node-a", "write: host slots=N"),
         (("node-a slots=0",), "line 1: node-a has no slots", "remove the line"),
         (("node-a slots=4 extra",), "line 1: node-a slots=4 extra", "write: host slots=N"),
+        ((f"node-a slots={'9' * 5000}",), "9" * 5000, "write: host slots=N"),
     ],
 )
 def test_hostfiles_with_mistakes(tmp_path: Path, lines: tuple[str, ...], message: str, fix: str) -> None:

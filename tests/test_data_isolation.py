@@ -154,12 +154,13 @@ def tiny_model(model_type, attention, **more):
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     sizes = {
-        "hidden_size": 32, "n_embd": 32, "intermediate_size": 48, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 4,
-        "n_head": 4,         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "max_position_embeddings": 64, "n_positions": 64, "sliding_window": 3,
-        "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64, "word_embed_proj_dim": 32, "ffn_dim": 48, "ffn_dim_multiplier": 48,
-        "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_layers": 2,
-        "attention_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "num_dense_layers": 1,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32, "vocab_size": 64, "head_dim": 8,
+        "intermediate_size": 48, "ffn_dim": 48, "ffn_dim_multiplier": 48, "moe_intermediate_size": 16,
+        "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "num_dense_layers": 1,
+        "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3,
+        "max_position_embeddings": 64, "n_positions": 64, "max_seq_len": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     }  # fmt: skip
     made = CONFIG_MAPPING[model_type]
     known = {name: value for name, value in sizes.items() if hasattr(made(), name) and (model_type, name) != ("falcon", "head_dim")}

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 
+import numpy as np
 import pytest
 
 from harness.data_sources import FileReader, Row, expand, segments
@@ -187,6 +188,22 @@ def test_tables(tmp_path):
     datasets.DatasetDict({"part": table}).save_to_disk(tmp_path / "one")
     assert texts(read(tmp_path, {}, ["one"])[0]) == ["a", "b"]
     assert [row.values for row in read(tmp_path, {"a.tsv": "text\tn\nq\t1\n"})[0]] == [{"text": "q", "n": "1"}]
+
+
+def test_arrow_files_that_point_outside_of_themselves_are_refused(tmp_path):
+    """Arrow trusts the places that a file gives: reading them would end the process."""
+    import datasets
+    import pyarrow as pa
+
+    table = pa.table({"text": ["a", "b"]})
+    with pa.OSFile(str(tmp_path / "wild.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    content = (tmp_path / "wild.arrow").read_bytes()
+    right, wild = (np.array([0, 1, end], dtype=np.int32).tobytes() for end in (2, 2**30))
+    (tmp_path / "wild.arrow").write_bytes(wild.join(content.rsplit(right, 1)))
+    with pytest.raises(UserError, match=r"wild\.arrow is not an arrow file: .*ength"):
+        read(tmp_path, {}, ["wild.arrow"])
+    assert datasets.Dataset.from_file(str(tmp_path / "wild.arrow")).num_rows == 2  # which looks right
 
 
 def test_names_globs_and_folders(tmp_path):
