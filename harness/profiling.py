@@ -130,5 +130,7 @@ class StepProfiler:
                 for name, value in dataclasses.asdict(found).items()
             ]
         key = "self_device_time_total" if found is not None else "self_cpu_time_total"
-        lines += ["", profile.key_averages().table(sort_by=key, row_limit=_NUM_ROWS, max_name_column_width=60)]
+        averages = profile.key_averages()
+        averages[:] = [each for each in averages if each.key != "Command Buffer Full"]  # the host's waits, counted as a kernel's
+        lines += ["", averages.table(sort_by=key, row_limit=_NUM_ROWS, max_name_column_width=60)]
         return "\n".join(lines) + "\n"
