@@ -265,7 +265,9 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     finally:
         if watcher is not None:
             watcher.stop()
-        metrics.close(status, trainer.state.step)
+        state = trainer.state
+        counts = {"num_input_tokens": state.num_input_tokens, "num_label_tokens": state.num_label_tokens}
+        metrics.close(status, state.step, counts)
         engine.close()
     if coordinator.is_main_process:
         _say_steps_down(trainer)

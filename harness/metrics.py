@@ -515,12 +515,13 @@ class MetricsLog:
         rows = read_metrics(self.path, keep_superseded=True).rows if self.path is not None and self.path.exists() else self._rows
         return summarize([*rows, *(row for row, _ in self._waiting)])
 
-    def close(self, status: str | None = None, step: int | None = None) -> None:
+    def close(self, status: str | None = None, step: int | None = None, counts: Mapping[str, int] | None = None) -> None:
         """Writes the summary (where any step was logged) and closes everything. Further rows are ignored.
 
         Args:
             status: how the run ended, such as "finished" or "preempted"; None leaves the summary out.
             step: optimizer steps done, where that is more than the last row tells.
+            counts: of tokens, so far; they take the place of the last row's.
         """
         if not self.enabled or self._closed:
             return
@@ -530,7 +531,7 @@ class MetricsLog:
         if status is not None:
             summary = self.summary()
             if summary and step is not None:
-                summary["step"] = max(step, summary.get("step") or 0)
+                summary |= {"step": max(step, summary.get("step") or 0), **(counts or {})}
             if summary:
                 self.log({"status": status, **summary}, kind="summary")
         self._closed = True

@@ -301,6 +301,16 @@ def test_rows_of_a_full_disk_are_written_once_there_is_room_and_are_in_the_summa
     assert found.rows[-1]["final_loss"] == 1.0
 
 
+def test_the_summary_of_a_run_that_was_stopped_between_two_rows_has_its_own_counts(tmp_path: Any) -> None:
+    log, _ = make_log(tmp_path)
+    log.log(StepMetrics(step=5, loss=2.0, num_input_tokens=50, num_label_tokens=45))
+    log.close("preempted", 7, {"num_input_tokens": 70, "num_label_tokens": 63})
+    last = read_metrics(tmp_path).rows[-1]
+    assert {name: last[name] for name in ("kind", "status", "step", "num_input_tokens", "num_label_tokens", "final_loss")} == {
+        "kind": "summary", "status": "preempted", "step": 7, "num_input_tokens": 70, "num_label_tokens": 63, "final_loss": 2.0
+    }  # fmt: skip
+
+
 def test_the_last_step_of_a_life_that_was_killed(tmp_path: Any) -> None:
     assert last_train_step(tmp_path / "none") == 0
     log, _ = make_log(tmp_path)
