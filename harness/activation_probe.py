@@ -86,7 +86,8 @@ def build(request: ProbeRequest) -> Any:
     from transformers.initialization import no_init_weights
 
     from harness.args import ModelArguments
-    from harness.modeling import isolate_packed_documents, load_config
+    from harness.isolation import isolate_packed_documents
+    from harness.modeling import load_config
 
     is_file = request.model is not None and request.model.endswith(".json")
     arguments = ModelArguments(
@@ -331,8 +332,8 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from harness.isolation import documents
     from harness.live_bytes import LiveBytes
-    from harness.modeling import documents
 
     with FakeTensorMode():
         # Engines that cast whatever they gather cast adapters too; autocast finds them in float32.
@@ -361,7 +362,7 @@ def run_layers(model: Any, layers: Sequence[Any], request: ProbeRequest, weights
 
 def _needs_mask(model: Any, request: ProbeRequest) -> bool:
     """Whether documents are kept apart by a mask."""
-    from harness.modeling import can_attend_by_length
+    from harness.isolation import can_attend_by_length
 
     return request.attention in ("sdpa", "eager") or (request.attention == "varlen" and not can_attend_by_length(model))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from harness import checkpoint_files, disk_room, modeling, monitor, run_folder, varlen_attention
+from harness import checkpoint_files, disk_room, isolation, modeling, monitor, run_folder, varlen_attention
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
@@ -362,15 +362,15 @@ def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
     text = empty.config.get_text_config() if hasattr(empty.config, "get_text_config") else empty.config
     if problems := list(model_findings(args.train.sequence_parallel_size, lambda name: getattr(text, name, None))):
         raise UserError(problems)
-    if modeling.is_encoder(empty.model):
+    if isolation.is_encoder(empty.model):
         raise user_error(
             "is_decoder",
             f"{type(empty.model).__name__} is an encoder by its config: every token would see those that it is to predict",
             "set is_decoder to true in the model's config.json, or with --config_overrides is_decoder=true",
         )
     isolated = args.data.document_isolation and args.data.packing != "none"
-    if isolated and not modeling.can_isolate(empty.model):
-        mixing = ", ".join(modeling.mixing_layers(empty.model))
+    if isolated and not isolation.can_isolate(empty.model):
+        mixing = ", ".join(isolation.mixing_layers(empty.model))
         raise user_error(
             "--no_document_isolation",
             f"{type(empty.model).__name__} cannot keep the documents of a pack apart{f' ({mixing})' if mixing else ''}",
@@ -383,7 +383,7 @@ def _attend_by_length(args: Arguments, empty: modeling.EmptyModel, engine_name: 
     isolated = args.data.document_isolation and args.data.packing != "none"
     if not isolated or args.model.attn_implementation or args.model.no_custom_kernels or engine_name == "device_map":
         return
-    if varlen_attention.is_available(coordinator.device, precision) and modeling.can_attend_by_length(empty.model):
+    if varlen_attention.is_available(coordinator.device, precision) and isolation.can_attend_by_length(empty.model):
         args.model.attn_implementation = varlen_attention.NAME
         empty.model.set_attn_implementation(varlen_attention.NAME)
         log.info("documents are kept apart by varlen attention, without a mask (--attn_implementation sdpa makes one)")

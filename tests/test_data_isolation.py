@@ -52,13 +52,13 @@ def token_losses(attention, batch):
     """Loss of every predicted token (b, s - 1), 0 where none is predicted."""
     import torch
 
-    from harness import modeling
+    from harness import isolation
 
-    modeling.isolate_packed_documents()
+    isolation.isolate_packed_documents()
     name, _, compiled = attention.partition(", ")
     # The same masks, without minutes of compiling.
     stance = torch.compiler.set_stance("default" if compiled else "force_eager")
-    with torch.no_grad(), modeling.documents(batch.document_ids, batch.document_ends), stance:
+    with torch.no_grad(), isolation.documents(batch.document_ids, batch.document_ends), stance:
         logits = tiny_llama(name)(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), reduction="none", ignore_index=IGNORE
@@ -119,7 +119,7 @@ def test_attention_without_a_mask_is_that_with_one(model_type):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from harness import modeling
+    from harness import isolation
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 64}
     own = {
@@ -131,7 +131,7 @@ def test_attention_without_a_mask_is_that_with_one(model_type):
         },
     }  # fmt: skip
     config = AutoConfig.for_model(model_type, **sizes, **own[model_type])
-    modeling.isolate_packed_documents()
+    isolation.isolate_packed_documents()
     found = []
     batch = collate([pack(A1, B, A2), pack(B, A1)], pad_id=0)
     for attention in ("sdpa", "varlen"):
@@ -139,7 +139,7 @@ def test_attention_without_a_mask_is_that_with_one(model_type):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
         rows = []
         for micro in (batch, collate([pack(A1 + A2)], pad_id=0)):
-            with modeling.documents(micro.document_ids, micro.document_ends):
+            with isolation.documents(micro.document_ids, micro.document_ends):
                 model(input_ids=micro.input_ids, position_ids=micro.position_ids, labels=micro.labels, use_cache=False).loss.backward()
             rows.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]))
             model.zero_grad()
@@ -179,18 +179,18 @@ def test_no_document_of_a_pack_sees_another_in_any_family(model_type, attention)
     """Some of them make their masks without saying where documents begin; nor does a token see the next."""
     import torch
 
-    from harness import modeling
+    from harness import isolation
 
-    modeling.isolate_packed_documents()
+    isolation.isolate_packed_documents()
     more = {"gptj": {"rotary_dim": 4}, "falcon": {"num_kv_heads": 4}}.get(model_type, {})
     model = tiny_model(model_type, attention, **more)
-    assert modeling.can_isolate(model)
+    assert isolation.can_isolate(model)
     batch = collate([pack(A1, B, A2)], pad_id=0)
 
     def outputs(place, token):
         ids = batch.input_ids.clone()
         ids[0, place] = token
-        with modeling.documents(batch.document_ids, batch.document_ends), torch.no_grad():
+        with isolation.documents(batch.document_ids, batch.document_ends), torch.no_grad():
             return model(input_ids=ids, position_ids=batch.position_ids, use_cache=False).logits[0]
 
     plain, other_first, other_last = outputs(2, int(batch.input_ids[0, 2])), outputs(2, 50), outputs(13, 50)
@@ -202,7 +202,7 @@ def test_no_document_of_a_pack_sees_another_in_any_family(model_type, attention)
 
 
 def test_models_that_mix_tokens_outside_of_attention_and_encoders_are_known():
-    from harness import modeling
+    from harness import isolation
 
     def named(model_type, **more):
         import torch
@@ -211,10 +211,10 @@ def test_models_that_mix_tokens_outside_of_attention_and_encoders_are_known():
             return tiny_model(model_type, "sdpa", **more)
 
     hybrid = named("qwen3_next", layer_types=["linear_attention", "full_attention"])
-    assert list(modeling.mixing_layers(hybrid)) == ["linear_attention", "convolutions over tokens"] and not modeling.can_isolate(hybrid)
-    assert list(modeling.mixing_layers(named("gpt2"))) == []  # its products are called Conv1D
-    assert modeling.is_encoder(named("bert")) and not modeling.is_encoder(named("bert", is_decoder=True))
-    assert not modeling.is_encoder(named("llama")) and not modeling.is_encoder(named("opt"))
+    assert list(isolation.mixing_layers(hybrid)) == ["linear_attention", "convolutions over tokens"] and not isolation.can_isolate(hybrid)
+    assert list(isolation.mixing_layers(named("gpt2"))) == []  # its products are called Conv1D
+    assert isolation.is_encoder(named("bert")) and not isolation.is_encoder(named("bert", is_decoder=True))
+    assert not isolation.is_encoder(named("llama")) and not isolation.is_encoder(named("opt"))
 
 
 @pytest.mark.parametrize(
@@ -236,18 +236,18 @@ def test_which_models_take_attention_by_length_unasked(model_type, more, can):
     """Where they do, it is that with a mask."""
     import torch
 
-    from harness import modeling
+    from harness import isolation
 
-    modeling.isolate_packed_documents()
+    isolation.isolate_packed_documents()
     model = tiny_model(model_type, "eager" if model_type == "gpt_oss" else "sdpa", **more)
-    assert modeling.can_attend_by_length(model) is can
+    assert isolation.can_attend_by_length(model) is can
     if not can:
         return
     batch = collate([pack(A1, B, A2), pack(B, A1)], pad_id=0)
     found = []
     for name in ("sdpa", "varlen"):
         model.set_attn_implementation(name)
-        with modeling.documents(batch.document_ids, batch.document_ends), torch.no_grad():
+        with isolation.documents(batch.document_ids, batch.document_ends), torch.no_grad():
             found.append(model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits)
     torch.testing.assert_close(found[1][0], found[0][0], rtol=0, atol=5e-6)
     torch.testing.assert_close(found[1][1, :9], found[0][1, :9], rtol=0, atol=5e-6)

@@ -521,8 +521,8 @@ def test_fsdp_agrees_with_torchs_own_tracker() -> None:
 
     from harness import activation_probe
     from harness.blocks import set_activation_checkpointing
+    from harness.isolation import isolate_packed_documents
     from harness.loss import install_loss
-    from harness.modeling import isolate_packed_documents
 
     sizes = {**TINY, "hidden_size": 512, "intermediate_size": 1536, "vocab_size": 16384}
     config = LlamaConfig(**{key: value for key, value in sizes.items() if key not in ("model_type", "architectures")}, use_cache=False)

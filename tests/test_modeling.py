@@ -12,11 +12,11 @@ import torch
 from harness.args import ModelArguments
 from harness.blocks import set_activation_checkpointing
 from harness.findings import UserError
+from harness.isolation import documents
 from harness.loss import chunked_cross_entropy_sum, cross_entropy_sum, head_is_plain, install_loss, shifted_targets
 from harness.modeling import (
     build_empty,
     byte_tokenizer,
-    documents,
     fill,
     fit_vocabulary,
     layer_units,

@@ -22,9 +22,9 @@ from harness.args import Arguments
 from harness.batches import MicroBatch, StepBatch
 from harness.bf16_adam import AdamWBf16
 from harness.coordination import Coordinator
+from harness.isolation import documents
 from harness.ladder import MemorySettings
 from harness.lora import AttachedLora
-from harness.modeling import documents
 from harness.sequence_parallel import SequenceParallel
 from harness.stored_state import StoredState
 

@@ -27,10 +27,11 @@ from harness.engines.base import (
     trained,
 )
 from harness.findings import UserError, has_errors
+from harness.isolation import documents
 from harness.ladder import MemorySettings
 from harness.loss import has_router_loss, install_loss
 from harness.model_units import MapJob, check_device_map, device_of, find_units
-from harness.modeling import EmptyModel, documents, fill, max_positions, num_parameters
+from harness.modeling import EmptyModel, fill, max_positions, num_parameters
 from harness.optim import build_optimizer, build_scheduler, parameter_groups
 from harness.partition import Device, format_gib
 from harness.pipeline import Pipeline

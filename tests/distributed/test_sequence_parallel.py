@@ -168,8 +168,8 @@ def shared_model(coordinator: Any, kind: str, values: dict[str, Any], attention:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from harness.isolation import isolate_packed_documents
     from harness.loss import install_loss
-    from harness.modeling import isolate_packed_documents
     from harness.sequence_parallel import SequenceParallel
 
     torch.manual_seed(0)
