@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Iterator
 
 from harness import device_map_text
@@ -16,6 +15,7 @@ from harness.args import Arguments, DataArguments, LoraArguments, ModelArguments
 from harness.findings import Finding
 from harness.ladder import unknown_rungs
 from harness.partition import size_problem
+from harness.user_files import path_problem
 
 
 def _error(name: str, message: str, fix: str = "") -> Finding:
@@ -125,7 +125,6 @@ _MOST = {
 _MOST_OF_ALL = 2**53  # from there on not every whole number is a float
 _LEAST = {"seed": 0, "data_seed": 0, "ddp_timeout": 1}
 _MAY_BE_INFINITE = frozenset(["max_grad_norm"])  # the norm is measured, nothing is clipped
-_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux's file systems
 _PATHS = (
     *("output_dir", "data_cache_dir", "cache_dir", "model_name_or_path", "config_name", "tokenizer_name", "dataset_name", "dataset_mix"),
     *("train_file", "validation_file", "resume_from_checkpoint", "nvme_path", "offload_folder"),
@@ -144,18 +143,8 @@ def _limit_problems(args: Arguments) -> Iterator[Finding]:
             yield _error(name, f"must be at least {_LEAST.get(name, -_MOST_OF_ALL)}, not {value}", "a larger number")
         elif name in _PATHS:
             for path in value if isinstance(value, list) else [value]:
-                if isinstance(path, str) and (problem := _path_problem(path)):
+                if isinstance(path, str) and (problem := path_problem(path)):
                     yield _error(name, problem, "a shorter path" if "long" in problem else "another path")
-
-
-def _path_problem(path: str) -> str | None:
-    if "\0" in path:
-        return "holds a null character"
-    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.split("/")):
-        return f"is too long: a name in it has more than {_MAX_NAME_BYTES} bytes"
-    if len(os.fsencode(os.path.abspath(path))) > _MAX_PATH_BYTES:
-        return f"is too long: more than {_MAX_PATH_BYTES} bytes"
-    return None
 
 
 def _number_problems(train: TrainArguments, data: DataArguments) -> Iterator[Finding]:

@@ -117,7 +117,7 @@ def _weights(folder: Path, config: Mapping[str, Any], key: str) -> tuple[int | N
             names = sorted({str(name) for name in parse_json(read_text(index))["weight_map"].values()})
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None, (Finding("error", key, f"{index} is damaged", "copy the model again"),)
-        missing = [name for name in names if not (folder / name).exists()]
+        missing = [name for name in names if not os.path.exists(folder / name)]
         if missing:
             message = f"{folder} lacks {len(missing)} of {len(names)} weight files: {', '.join(missing[:3])}"
             return None, (Finding("error", key, message, "copy the model again"),)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from harness.findings import Finding, UserError, user_error
-from harness.user_files import json_problem, parse_json
+from harness.user_files import json_problem, parse_json, path_problem
 
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".py"}
 JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
@@ -132,6 +132,9 @@ def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
     found: dict[Path, SourceFile | Path] = {}
     problems: list[Finding] = []
     for entry in entries:
+        if problem := path_problem(entry):
+            problems.append(Finding("error", key, f"{entry[:60]} {problem}", "give the path of an existing file"))
+            continue
         path = Path(entry).expanduser()
         if path.is_dir():
             files: list[SourceFile | Path] = [SourceFile(file, False) for file in _files_below(path)]

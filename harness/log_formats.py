@@ -105,8 +105,8 @@ _DICT = re.compile(r"\{\s*'[^{}]*\}")
 _DICT_ITEM = re.compile(rf"'(?P<name>[^']+)':\s*(?:tensor\(|np\.float\d+\()?'?(?P<value>{_NUMBER})'?", re.IGNORECASE)
 _DS_STEP = re.compile(r"\bstep=(?P<step>\d+), skipped=(?P<skipped>\d+), lr=\[(?P<lr>[^\]]*)\]")
 _DS_OVERFLOW = re.compile(
-    r"OVERFLOW!(?: Rank (?P<rank>\d+))? Skipping step\.(?: Attempted loss scale: (?P<scale>[\d.]+), "
-    r"(?:reducing to (?P<to>[\d.]+)|but hysteresis is (?P<from_h>\d+)\. Reducing hysteresis to (?P<to_h>\d+)))?"
+    r"OVERFLOW!(?: Rank (?P<rank>\d+))? Skipping step\.(?: Attempted loss scale: (?P<scale>\d+(?:\.\d+)?), "
+    r"(?:reducing to (?P<to>\d+(?:\.\d+)?)|but hysteresis is (?P<from_h>\d+)\. Reducing hysteresis to (?P<to_h>\d+)))?"
 )
 _DS_THROUGHPUT = re.compile(r"epoch=(?P<epoch>\d+)/micro_step=(?P<micro>\d+)/global_step=(?P<step>\d+), (?P<rest>.*)")
 _DS_ITEM = re.compile(rf"(?P<name>\w+)=(?P<value>{_NUMBER})(?:GB)?")
@@ -344,7 +344,7 @@ class LogReader:
         pending, self._pending = self._pending, None
         if pending is None or total != self._train_total or done <= pending["step"]:
             return
-        rate = re.search(r"([\d.]+)\s*(it/s|s/it)", inner)
+        rate = re.search(r"(\d+(?:\.\d+)?)\s*(it/s|s/it)", inner)
         seconds = 0.0 if rate is None else float(rate[1]) if rate[2] == "s/it" else 1 / max(float(rate[1]), 1e-9)
         if seconds < _LAG_S:
             pending["step"] = self._step = done

@@ -176,7 +176,9 @@ _COMPUTED = ("step", "max_steps", "rank", "node", "time_s", "life_began_s", "los
 
 def is_own_row(row: Mapping[str, Any]) -> bool:
     """Whether a row can be one of ours: what is computed with is a number. A file may be torn, or changed by hand."""
-    values = (row.get(name) for name in _COMPUTED)
+    values = [row.get(name) for name in _COMPUTED]
+    if any(name in row and row[name] is None for name in ("time_s", "life_began_s")):
+        return False
     return all(value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15) for value in values)
 
 

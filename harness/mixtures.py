@@ -49,6 +49,7 @@ _FIELDS = (
     "max_train_samples",
     "max_eval_samples",
 )
+_MOST_SAMPLES = 2**48  # of an epoch; sources are drawn by floats of 53 bits
 _NAME = re.compile(r"[\w.\-/]+( [\w.\-/]+)*")
 _LISTS = ("train_file", "validation_file")
 
@@ -86,6 +87,8 @@ def read_mix(args: DataArguments) -> tuple[list[MixSource], int | None]:
     number = values.get("samples_per_epoch")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
         bad(path, f"samples_per_epoch must be a positive whole number, not {number!r}")
+    elif number is not None and number > _MOST_SAMPLES:
+        bad(path, f"samples_per_epoch must be at most {_MOST_SAMPLES}", "a smaller number")
     entries = values.get("sources")
     if not isinstance(entries, list) or not entries:
         bad(path, "has no list of sources", "see the example in the documentation of --dataset_mix")
@@ -116,8 +119,8 @@ def _source(args: DataArguments, where: str, entry: Any, bad: Any) -> MixSource 
         bad(where, "needs either train_file or dataset_name")
         return None
     weight = entry.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-        bad(where, f"weight must be a positive number, not {weight!r}")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 1e-9 <= weight <= 1e9:
+        bad(where, f"weight must be a positive number from 1e-9 to 1e9, not {str(weight)[:40]}")
         return None
     given = {key: value for key, value in entry.items() if key in _FIELDS and value is not None}
     wrong = [key for key, value in given.items() if not _is_of_kind(key, value)]

@@ -133,7 +133,13 @@ def load_config(args: ModelArguments) -> Any:
         except StrictDataclassError as error:  # transformers' own checks of a config's values; no ValueError
             reason = str(error.__cause__ or error).splitlines()[0]
             raise user_error(key, f"impossible values in {source}: {reason}", "correct the model's config.json") from None
-        except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:  # what a config's code does with values it never meant
+        except (
+            TypeError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:  # what a config's code does with values it never meant
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise user_error(key, f"impossible values in {source}: {reason}", "correct the model's config.json") from None
     if args.config_overrides:

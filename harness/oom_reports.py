@@ -54,7 +54,7 @@ def _other_processes(device: torch.device) -> list[str]:
         listing = str(torch.cuda.list_gpu_processes(device))
     except Exception:  # NVML may be missing or not loadable; the report goes on without
         return []
-    found = re.findall(r"process +(\d+) uses +([\d.]+) MB", listing)
+    found = re.findall(r"process +(\d+) uses +(\d+(?:\.\d+)?) MB", listing)
     return [f"pid {pid}: {float(mib) / 1024:.1f} GiB" for pid, mib in found if int(pid) != os.getpid()]
 
 

@@ -77,7 +77,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def size_in(text: str, pattern: str) -> float | None:
     """A size in torch's message, GiB."""
-    match = re.search(pattern + r" ([\d.]+) (KiB|MiB|GiB)", text)
+    match = re.search(pattern + r" (\d+(?:\.\d+)?) (KiB|MiB|GiB)", text)
     return round(float(match.group(1)) * _GIB_OF[match.group(2)], 3) if match else None
 
 

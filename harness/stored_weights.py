@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,7 @@ class SafetensorsFolder:
         for name in files:
             if not is_inside(name):
                 raise user_error("--model_name_or_path", f"{index} names {name}, outside the folder", "download the model again")
-            if not (folder / name).exists():
+            if not os.path.exists(folder / name):
                 raise user_error("--model_name_or_path", f"{folder} lacks {name}, which its index names", "download the model again")
             try:
                 handle = safe_open(str(folder / name), framework="pt", device="cpu")

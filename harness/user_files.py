@@ -26,9 +26,21 @@ MAX_TEXT_BYTES = 256 * 2**20
 MAX_LOG_BYTES = 8 * 2**30
 # Brackets within brackets: no file that a person or a program wrote has as many, and readers take time or stack for each.
 MAX_NESTING = 200
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux's file systems
 _JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 _YAML_MARKS = re.compile(r"[\[\]{}]")  # wherever they stand: a quote in a comment or within a word opens no text
 _OWN_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # `<(...)` and `|` of a shell: the user's own writer is there
+
+
+def path_problem(path: str) -> str | None:
+    """Why no file of Linux can have this path; None where one can."""
+    if "\0" in path:
+        return "holds a null character"
+    if any(len(os.fsencode(part)) > _MAX_NAME_BYTES for part in path.split("/")):
+        return f"is too long: a name in it has more than {_MAX_NAME_BYTES} bytes"
+    if len(os.fsencode(os.path.abspath(path))) > _MAX_PATH_BYTES:
+        return f"is too long: more than {_MAX_PATH_BYTES} bytes"
+    return None
 
 
 def open_regular(path: str | Path) -> BinaryIO:

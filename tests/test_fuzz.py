@@ -528,6 +528,39 @@ def test_many_wrong_files(kind: str, tmp_path: Path) -> None:
     attempt(kind, LONG, tmp_path)
 
 
+def found_before() -> Iterator[tuple[str, bytes]]:
+    """What the long form has found, by kind."""
+    huge, name = "9" * 8200, "9" * 3000
+
+    def text(value: Any) -> bytes:
+        return json.dumps(value).encode()
+
+    yield "deepspeed json", text({**DEEPSPEED, "scheduler": {"type": [[]], "params": {}}})
+    yield "accelerate yaml", text(fsdp(transformer_layer_cls_to_wrap=[["LlamaDecoderLayer"]], auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
+    yield "run yaml", text({**RUN, "rank_pattern": {"q_proj": 10**30}})
+    yield "hostfile", f"node-a slots={huge}\n".encode()
+    yield "mixture", text({"sources": [{"name": "one", "train_file": name}]})
+    yield "mixture", text({"samples_per_epoch": 10**30, "sources": [{"train_file": "a.txt"}]})
+    yield "log", b"[INFO] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 65536, reducing to 3../../x\n"
+    for kind in ("json log", "metrics"):
+        yield kind, b"\n".join(text(row) for row in ({**METRICS[0], "time_s": None}, *METRICS))
+    yield "model config", text({**LLAMA, "dtype": [[]]})
+    yield "model config", text(LLAMA)[:-1] + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    yield "index", text({"metadata": {}, "weight_map": {"a": name}})
+
+
+@pytest.mark.parametrize(("kind", "content"), list(found_before()))
+def test_wrong_files_that_were_found(kind: str, content: bytes, tmp_path: Path) -> None:
+    name, value, dump, read = KINDS[kind]
+    value = value() if callable(value) else value
+    (tmp_path / name).write_bytes(value if isinstance(value, bytes) else (dump or json.dumps)(value).encode())
+    with contextlib.suppress(UserError, ValueError):
+        read(tmp_path / name)
+    (tmp_path / name).write_bytes(content)
+    with contextlib.suppress(UserError):
+        read(tmp_path / name)
+
+
 # ---- that these tests can fail
 
 
