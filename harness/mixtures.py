@@ -120,7 +120,7 @@ def _source(args: DataArguments, where: str, entry: Any, bad: Any) -> MixSource 
         return None
     weight = entry.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 1e-9 <= weight <= 1e9:
-        bad(where, f"weight must be a positive number from 1e-9 to 1e9, not {str(weight)[:40]}")
+        bad(where, f"weight must be a positive number, not {str(weight)[:40]}", "a number from 1e-9 to 1e9")
         return None
     given = {key: value for key, value in entry.items() if key in _FIELDS and value is not None}
     wrong = [key for key, value in given.items() if not _is_of_kind(key, value)]
