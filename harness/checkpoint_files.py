@@ -208,7 +208,7 @@ def problem_of(folder: Path, index: int = 0, count: int = 1) -> str | None:
         return f"its manifest does not have {added[0]}"
     for name in sorted(manifest)[index::count]:
         path = folder / name
-        if not path.is_file():
+        if not os.path.isfile(path):
             return f"{name} is missing"
         if path.stat().st_size != manifest[name]["size_bytes"]:
             return f"{name} has {path.stat().st_size} bytes, not {manifest[name]['size_bytes']}"

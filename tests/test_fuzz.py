@@ -547,6 +547,7 @@ def found_before() -> Iterator[tuple[str, bytes]]:
     yield "model config", text({**LLAMA, "dtype": [[]]})
     yield "model config", text(LLAMA)[:-1] + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     yield "index", text({"metadata": {}, "weight_map": {"a": name}})
+    yield "manifest", text({name: {"size_bytes": 7, "sha256": "0"}})
 
 
 @pytest.mark.parametrize(("kind", "content"), list(found_before()))
