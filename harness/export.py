@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness import disk_room
 from harness.file_modes import give_usual_mode
+from harness.modeling import persistent_buffers
 
 MAX_SHARD_BYTES = 4 * 2**30
 
@@ -63,8 +64,13 @@ class _Shards:
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=1), encoding="utf-8")
 
 
+BUFFERS_FILE = "buffers.safetensors"  # beside a checkpoint's parameters: what else a stored model has
+
+
 def write_model_files(folder: Path, model: Any, tokenizer: Any, adapter_config: Any = None) -> None:
-    """Writes what a model folder holds besides weights: configs, tokenizer, and the adapters' config; whole or not at all."""
+    """Writes what a model folder holds besides parameters: configs, tokenizer, buffers, and the adapters' config; whole or not at all."""
+    from safetensors.torch import save_file
+
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -77,6 +83,8 @@ def write_model_files(folder: Path, model: Any, tokenizer: Any, adapter_config: 
             tokenizer.save_pretrained(temporary)
             if adapter_config is not None:
                 adapter_config.save_pretrained(str(temporary))
+            elif buffers := {name: buffer.detach().cpu().clone() for name, buffer in persistent_buffers(model)}:
+                save_file(buffers, temporary / BUFFERS_FILE)
     except Exception:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -129,6 +137,7 @@ def export_model(
     generation_config: Any = None,
     card: str = "",
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    kept: Collection[str] = (),
 ) -> None:
     """Writes a model folder; called on every rank, because each weight is gathered by all; only the main process writes.
 
@@ -138,6 +147,7 @@ def export_model(
         weights: (name, whole tensor) one at a time; tied ones once.
         shapes: expected shape of each, from a model built from the config.
         card: text of README.md.
+        kept: names of those that keep their dtype.
 
     Raises:
         RuntimeError: a tensor has another shape than the config-built model's, or one is missing.
@@ -149,7 +159,7 @@ def export_model(
         temporary.mkdir(parents=True)
     num_bytes = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     with disk_room.unfinished(temporary, folder, num_bytes):
-        wrong = _write_weights(temporary, weights, shapes, dtype, max_shard_bytes, is_main_process)
+        wrong = _write_weights(temporary, weights, shapes, dtype, max_shard_bytes, is_main_process, kept)
         if not is_main_process:
             return
         if wrong:
@@ -177,6 +187,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     is_main_process: bool,
+    kept: Collection[str],
 ) -> list[str]:
     """The weights' part of `export_model`. Returns what of them would not load."""
     shards = _Shards(folder, max_shard_bytes)
@@ -190,7 +201,9 @@ def _write_weights(
             wrong.append(f"{name} has shape {tuple(tensor.shape)}, not {shapes.get(name)}")
             continue
         # .to copies; a view into a bigger buffer would write the buffer.
-        shards.add(name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True).contiguous())
+        # What is no parameter keeps its dtype: nothing else computes in it.
+        same = not tensor.is_floating_point() or name in kept
+        shards.add(name, tensor.detach().to("cpu", tensor.dtype if same else dtype, copy=True).contiguous())
     wrong += [f"{name} is missing" for name in sorted(missing)]
     if is_main_process and not wrong:
         shards.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -13,9 +14,10 @@ from typing import Any
 import torch
 
 from harness import checkpoint_files, disk_room, own_checkpoints
-from harness.export import export_model, model_card
+from harness.export import BUFFERS_FILE, export_model, model_card
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
+from harness.modeling import persistent_buffers
 from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
 
 log = logging.getLogger("harness")
@@ -118,6 +120,7 @@ def _class_name(model_folder: Path) -> str:
 
 def _export_whole(state: StoredState, model_folder: Path, output: Path, dtype: torch.dtype, card: str, max_shard_bytes: int) -> None:
     from accelerate import init_empty_weights
+    from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     config = AutoConfig.from_pretrained(model_folder)
@@ -125,10 +128,15 @@ def _export_whole(state: StoredState, model_folder: Path, output: Path, dtype: t
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # a tied weight once
+    buffers = dict(persistent_buffers(model))
+    if (model_folder / BUFFERS_FILE).is_file():
+        buffers |= load_file(model_folder / BUFFERS_FILE)
+    weights = weights_of(state, [name for name in shapes if name in set(state.names)])
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     generation = GenerationConfig.from_pretrained(model_folder) if (model_folder / "generation_config.json").is_file() else None
     export_model(
         output,
-        weights_of(state, [name for name in shapes if name in set(state.names)]),
+        itertools.chain(weights, buffers.items()),
         shapes,
         model.config,
         AutoTokenizer.from_pretrained(model_folder),
@@ -137,6 +145,7 @@ def _export_whole(state: StoredState, model_folder: Path, output: Path, dtype: t
         generation_config=generation,
         card=card,
         max_shard_bytes=max_shard_bytes,
+        kept=buffers,
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import logging
 import platform
@@ -198,6 +199,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         if not compiled and modeling.apply_kernels(empty.model, args.model, coordinator.device):
             log.info("Liger's fused norms and feed-forward are on (--use_liger_kernel False turns them off)")
         shapes = {name: tuple(parameter.shape) for name, parameter in empty.model.named_parameters()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in modeling.persistent_buffers(empty.model)}
         block_size = int(getattr(prepared.train, "longest", 0) or 0) or args.data.block_size or 4096
         samples = loader.samples_per_rank
         planned_for = job_facts(args, engine_name, coordinator, block_size=block_size, samples_per_rank=samples, precision=precision)
@@ -290,7 +292,8 @@ def _keep_base(
     if engine.lora is None or args.model.model_name_or_path or coordinator.broadcast(kept.is_dir()):
         return
     with phase("base model"):
-        weights = ((name, weight) for name, weight in base_weights(engine.full_weights()) if name in shapes)
+        whole = itertools.chain(engine.full_weights(), modeling.persistent_buffers(engine.module))
+        weights = ((name, weight) for name, weight in base_weights(whole) if name in shapes)
         dtype, is_main = compute_dtype(precision), coordinator.is_main_process
         export_model(kept, weights, shapes, empty.config, tokenizer, dtype=dtype, is_main_process=is_main)
         coordinator.wait_for_everyone("base model")
@@ -571,7 +574,7 @@ def _export(
         return
     export_model(
         folder,
-        engine.full_weights(),
+        itertools.chain(engine.full_weights(), modeling.persistent_buffers(engine.module)),
         shapes,
         empty.config,
         tokenizer,
@@ -579,6 +582,7 @@ def _export(
         is_main_process=coordinator.is_main_process,
         generation_config=getattr(empty.model, "generation_config", None),
         card=card,
+        kept=[name for name, _ in modeling.persistent_buffers(engine.module)],
     )
     coordinator.wait_for_everyone("export")
 

@@ -165,6 +165,11 @@ def shifted_targets(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORE)
 
 
+_TAKEN_OUT = (
+    r"\w*outputs?(\[0\]|\.last_hidden_state)|slice_logits_to_keep\(hidden_states, logits_to_keep\)|hidden_states\[:, slice_indices(, :)?\]"
+)
+
+
 def head_is_plain(model: nn.Module) -> bool:
     """True when the model's logits are exactly its output embedding applied to the decoder's last hidden state.
 
@@ -172,7 +177,9 @@ def head_is_plain(model: nn.Module) -> bool:
     takes the logits that the model itself computes.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    if not isinstance(head, nn.Linear) or not hasattr(model, "get_decoder"):
+    # A subclass may do more than a product; a decoder that is the model itself gives logits.
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    if type(head) is not nn.Linear or decoder is None or decoder is model:
         return False
     try:
         source = inspect.getsource(type(model).forward)
@@ -181,6 +188,10 @@ def head_is_plain(model: nn.Module) -> bool:
     # Statements have blanks around "=", keyword arguments have none.
     assignments = re.findall(r"^\s*(?:lm_)?logits = (.+)$", source, flags=re.MULTILINE)
     names = [name for name, module in model.named_modules() if module is head]
+    # What comes between the decoder and the head may only be taken out of the decoder's output.
+    between = re.findall(r"^\s*hidden_states = (.+)$", source, flags=re.MULTILINE)
+    if not all(re.fullmatch(_TAKEN_OUT, value.strip()) for value in between):
+        return False
     plain = re.compile(
         r"self\.(\w+)\((hidden_states|outputs\[0\]|outputs\.last_hidden_state)(\[:, slice_indices(, :)?\])?\)(\.contiguous\(\))?$"
     )

@@ -386,9 +386,11 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
     memo: dict[int, tuple[Tensor, nn.Parameter | None]] = {}
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     rest = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+    owners = _owners(model)
 
     def make(members: list[nn.Module], index: int) -> None:
         fresh = _materialise(members, device, empty, memo, uses)
+        _fill_buffers(empty, members, source if names is not None else None, whole, None if names is not None else broadcast)
         stored = [(parameter_names[old], parameter) for old, parameter in fresh if empty.stored_name(parameter_names[old]) is not None]
         if source is not None and names is not None:
             for name, parameter in stored:
@@ -400,7 +402,7 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
                 if broadcast is not None:
                     broadcast(parameter)
         else:
-            initialise(model, members, empty.seed, index, device)
+            initialise(owners, members, [parameter for _, parameter in stored], empty.seed, index, device)
         if empty.init_block is not None:
             empty.init_block(members, index, device)
 
@@ -410,6 +412,43 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
         if shard is not None:
             shard(unit_name, unit)
     return model
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """By name, what is part of a stored model without being a parameter, such as the bias that balances a mixture's experts."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _fill_buffers(
+    empty: EmptyModel,
+    members: list[nn.Module],
+    source: SafetensorsFolder | None,
+    whole: dict[str, Tensor] | None,
+    broadcast: Callable[[Tensor], None] | None,
+) -> None:
+    """Persistent buffers of some modules take their stored values; without any they keep what their constructors gave them.
+
+    Args:
+        whole: stored tensors where they were read in one piece, which `broadcast` then sends from the main process.
+    """
+    if empty.source is None:
+        return
+    inside = {id(buffer) for module in members for buffer in module._buffers.values() if buffer is not None}
+    for name, buffer in persistent_buffers(empty.model):
+        stored = empty.stored_name(name)
+        if id(buffer) not in inside or stored is None:
+            continue
+        value = (whole or {}).get(stored) if source is None else source.find(stored, empty.model.base_model_prefix)
+        if value is not None and value.shape != buffer.shape:
+            message = f"{name} has shape {tuple(value.shape)} where it is stored, the model's {tuple(buffer.shape)}"
+            raise user_error("--model_name_or_path", message, "the folder's config.json must be that of its weights")
+        if value is not None:
+            buffer.copy_(value)
+        if source is None and broadcast is not None:
+            broadcast(buffer)
 
 
 def _whole_weights(
@@ -487,15 +526,51 @@ def _seeded(seed: int, index: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def initialise(model: Any, modules: list[nn.Module], seed: int, index: int, device: torch.device) -> None:
+def _owners(model: Any) -> dict[int, Any]:
+    """The id of each module -> the model of transformers' around it whose `_init_weights` is for it: of parts of several the nearest."""
+    from transformers import PreTrainedModel
+
+    found: dict[int, Any] = {}
+
+    def visit(module: nn.Module, owner: Any) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        found.setdefault(id(module), owner)
+        for child in module.children():
+            visit(child, owner)
+
+    visit(model, model)
+    return found
+
+
+def initialise(
+    owners: dict[int, Any], modules: list[nn.Module], weights: list[nn.Parameter], seed: int, index: int, device: torch.device
+) -> None:
     """Draws the weights of some modules as the model's own `_init_weights` does, from a seed of their own.
 
     A block's weights so depend on the seed and its place only, not on the number of ranks or the engine.
+
+    Args:
+        owners: by the id of a module, the model whose `_init_weights` is for it.
+        weights: what is to be drawn; adapters, which others fill, are not among them.
+
+    Raises:
+        UserError: weights that nothing draws.
     """
+    here = {id(module) for module in modules}
+    own = [parameter for parameter in weights if parameter.is_floating_point()]
     with _seeded(seed, index, device), torch.no_grad():
+        for parameter in own:
+            parameter.fill_(math.nan)  # so that what nothing draws is seen
         for module in reversed(modules):  # children first, as transformers does
-            if any(True for _ in module.parameters(recurse=False)):
-                model._init_weights(module)
+            # What has parameters of others' blocks below it would draw those a second time.
+            if any(True for _ in module.parameters(recurse=False)) or all(id(each) in here for each in module.modules()):
+                owners[id(module)]._init_weights(module)
+        undrawn = {id(parameter) for parameter in own if bool(parameter.isnan().any())}
+    if undrawn:
+        holders = (module for module in modules if any(id(each) in undrawn for each in module.parameters(recurse=False)))
+        kinds = sorted({type(module).__name__ for module in holders})
+        message = f"{', '.join(kinds)}: weights that {type(owners[id(modules[0])]).__name__} does not initialise"
+        raise user_error("--model_type", message, "train from a stored model, with --model_name_or_path")
 
 
 # -------------------------------------------------------------------------------------------------------------------- kernels

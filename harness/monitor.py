@@ -95,7 +95,8 @@ def model_flops_per_token(config: Any, seq_len: int, num_parameters: int, num_tr
         config = config.get_text_config()
 
     def value(*names: str, default: int = 0) -> int:
-        return next((int(found) for name in names if (found := getattr(config, name, None)) is not None), default)
+        found = next((each for name in names if (each := getattr(config, name, None)) is not None), default)
+        return int(max(found, default=0) if isinstance(found, (list, tuple)) else found)  # layers of several sizes
 
     hidden = value("hidden_size", "n_embd", "d_model")
     num_layers = value("num_hidden_layers", "n_layer", "num_layers")

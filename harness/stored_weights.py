@@ -94,6 +94,11 @@ class SafetensorsFolder:
             message = f"{len(wrong)} weights are stored as no plain numbers of 16 to 64 bits, such as {name} ({wrong[name]})"
             raise user_error("--model_name_or_path", message, "give the model before quantisation; --load_in_4bit quantises it for LoRA")
 
+    def find(self, stored: str, base_model_prefix: str) -> Tensor | None:
+        """A tensor by its name with or without the base model's prefix; None where there is none."""
+        names = (stored, stored.removeprefix(f"{base_model_prefix}."))
+        return next((self.get(name) for name in names if name in self.where), None)
+
     def get(self, name: str) -> Tensor:
         return self.where[name].get_tensor(name)
 

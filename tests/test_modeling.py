@@ -381,3 +381,76 @@ def test_fused_kernels_are_of_the_model_they_were_put_into(monkeypatch: pytest.M
     model = scratch()
     assert apply_kernels(model, ModelArguments(), torch.device("cuda")) and model.fused
     assert (modeling_llama.LlamaRMSNorm, modeling_llama.LlamaMLP) == (own_norm, own_mlp)
+
+
+# ------------------------------------------------------------------------------------------------------- of other families
+
+DEEPSEEK = (
+    "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=4,q_lora_rank=16,kv_lora_rank=8,"
+    "qk_rope_head_dim=8,head_dim=8,qk_nope_head_dim=8,v_head_dim=12,n_routed_experts=4,num_experts_per_tok=2,n_group=1,topk_group=1,"
+    "moe_intermediate_size=16,first_k_dense_replace=1"
+)
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_stored_without_being_a_parameter_is_loaded_kept_and_exported(tmp_path: Path) -> None:
+    """The bias that balances a mixture's experts decides where tokens go."""
+    from transformers import AutoModelForCausalLM
+
+    from harness import export_cli, run_clm
+
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = scratch(DEEPSEEK, "deepseek_v3")
+    bias = torch.tensor([5.3, -5.01, 5.001, -4.9999])
+    dict(stored.named_buffers())[name].copy_(bias)
+    stored.save_pretrained(tmp_path / "stored")
+    byte_tokenizer().save_pretrained(tmp_path / "stored")
+    (tmp_path / "a.txt").write_text("many words of a text\n" * 60)
+    words = {"model_name_or_path": tmp_path / "stored", "train_file": tmp_path / "a.txt", "output_dir": tmp_path / "out", "max_steps": 1}
+    more = {"block_size": 32, "save_steps": 1, "precision": "bf16", "data_cache_dir": tmp_path / "cache"}
+    assert run_clm.main([token for key, value in {**words, **more}.items() for token in (f"--{key}", str(value))]) == 0
+    assert export_cli.main([str(tmp_path / "out" / "checkpoint-1"), str(tmp_path / "again")]) == 0
+    for folder in (tmp_path / "out" / "final", tmp_path / "again"):
+        found = dict(AutoModelForCausalLM.from_pretrained(folder).named_buffers())
+        assert torch.equal(found[name], bias), folder
+
+
+def test_weights_from_scratch_are_those_of_each_familys_own_initialisation() -> None:
+    """Some are drawn for a module by the one around it: gpt2's smaller projections, a router."""
+    small = "n_embd=64,n_layer=2,n_head=4,n_positions=64"
+    weights = dict(scratch(small, "gpt2").named_parameters())
+    assert float(weights["transformer.h.1.mlp.c_fc.weight"].std()) == pytest.approx(0.02, rel=0.1)
+    assert float(weights["transformer.h.1.mlp.c_proj.weight"].std()) == pytest.approx(0.02 / (2 * 2) ** 0.5, rel=0.1)
+    mixture = (
+        "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,head_dim=8,num_experts=4,"
+    )
+    mixture += "num_experts_per_tok=2,moe_intermediate_size=16,shared_expert_intermediate_size=16,linear_num_value_heads=4,"
+    mixture += "linear_num_key_heads=2,linear_key_head_dim=8,linear_value_head_dim=8"
+    one, two = (dict(scratch(mixture, "qwen3_next", seed=3).named_parameters()) for _ in range(2))
+    gate = "model.layers.0.mlp.gate.weight"
+    assert float(one[gate].std()) == pytest.approx(0.02, rel=0.4)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_weights_that_nothing_draws_are_refused() -> None:
+    overrides = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2"
+    with pytest.raises(UserError, match="XIELUActivation: weights that ApertusModel does not initialise -> train from a stored model"):
+        scratch(overrides, "apertus")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "plain"),
+    [
+        ("llama", "", True),
+        ("deepseek_v3", "", True),
+        ("minicpm3", "", False),  # divides what the decoder gives
+        ("dory", "", False),  # its head is more than a product
+        ("llama4_text", "intermediate_size_mlp=48,num_local_experts=2", False),  # its decoder is the model itself
+    ],
+)
+def test_a_head_is_plain_where_nothing_else_is_done(model_type: str, overrides: str, plain: bool) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING[model_type]().get_text_config()
+    with torch.device("meta"):
+        assert head_is_plain(AutoModelForCausalLM.from_config(config)) is plain
