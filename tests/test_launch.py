@@ -522,7 +522,7 @@ def test_a_stop_lets_every_rank_save(tmp_path: Path, script: Path, engine: str, 
     assert [(out / f"saved{rank}").exists() for rank in range(num_processes)] == [True] * num_processes
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
 def test_ranks_that_will_not_stop_are_killed(tmp_path: Path, script: Path, engine: str) -> None:
     """Every rank of torchrun has a session of its own, and a stopped deepspeed runner leaves its ranks: both are found."""
     out = tmp_path / "out"

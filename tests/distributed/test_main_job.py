@@ -201,7 +201,7 @@ CASES: dict[str, tuple[Kind | Literal["fork"], int, int, str, list[str], dict[st
 
 
 # What other cases cover too is left to the long form.
-LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2")
+LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2", "deepspeed-zero2_offload")
 # Each launcher starts the script itself once; with its other templates, in the short form, one whose training processes are forked.
 WHOLE = ("python", "torchrun-ddp", "accelerate-full_shard", "deepspeed-zero3", "deepspeed-module")
 FORMS = [

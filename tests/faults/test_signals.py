@@ -96,7 +96,7 @@ def check_stopped(result: Result, output: Path, before: int) -> int:
 STOPS: dict[str, Callable[[Launch], None]] = {"term": stop_by_term, "usr1": stop_by_usr1, "kill": kill_launcher}
 
 
-# A launch costs ten seconds and more: the short run has each kind of launcher, and each way, once, and its last lives are forked. How a
+# A launch costs ten seconds and more: the short run has each way once, and its last lives are forked. How a
 # launcher starts a run that goes on is deepspeed's second life, and in the long form all of them.
 LONG = {"python": ["term", "usr1"], "torchrun": list(STOPS), "accelerate": list(STOPS), "deepspeed": list(STOPS)}
 
@@ -105,7 +105,7 @@ LONG = {"python": ["term", "usr1"], "torchrun": list(STOPS), "accelerate": list(
     ("kind", "stops", "last"),
     [
         ("python", ["usr1"], "forked"),
-        ("torchrun", ["usr1"], "forked"),
+        pytest.param("torchrun", ["usr1"], "forked", marks=pytest.mark.slow),  # ranks: deepspeed's; the signal: the single process's
         pytest.param("accelerate", ["term"], "forked", marks=pytest.mark.slow),  # its launcher is torchrun's
         ("deepspeed", ["term", "kill"], "forked"),
         *(pytest.param(kind, stops, "launched", marks=pytest.mark.slow) for kind, stops in LONG.items()),
