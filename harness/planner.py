@@ -353,6 +353,10 @@ def _model_flags(options: argparse.Namespace) -> list[str]:
         flags.append(f"--optim {options.optim}")
     if options.optim_in_backward:
         flags.append("--optim_in_backward --max_grad_norm 0")
+    if options.attn_implementation:
+        flags.append(f"--attn_implementation {options.attn_implementation}")
+    if not options.document_isolation:
+        flags.append("--no_document_isolation")
     return flags
 
 

@@ -329,7 +329,10 @@ def test_report_of_one_engine(no_measuring: list[dict[str, Any]], capsys: pytest
         assert part in text
     assert "deepspeed --num_gpus 4 harness/run_clm.py --model_name_or_path m --deepspeed ds_configs/zero3.json --block_size 4096" in text
     assert [request["weights"] for request in no_measuring] == [["bf16"]]
-    assert no_measuring[0]["documents"] is True
+    assert (no_measuring[0]["documents"], no_measuring[0]["attention"]) == (True, "varlen")  # as the run that it tells to start
+    assert planner.main([*words.split(), "--attn_implementation", "sdpa", "--document_isolation", "false"]) == 0
+    assert "--attn_implementation sdpa --no_document_isolation" in capsys.readouterr().out
+    assert (no_measuring[1]["documents"], no_measuring[1]["attention"]) == (False, "sdpa")
 
 
 def test_auto_compares_engines_with_and_without_offload(no_measuring: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
