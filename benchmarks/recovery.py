@@ -104,7 +104,9 @@ def run(
         "between_rows_s": max((after["time_s"] - before["time_s"] for before, after in itertools.pairwise(train)), default=0.0),
     }
     text = log.read_text(errors="replace")
-    result["timeline"] = [line for line in text.splitlines() if re.match(r"\d{4}-\d\d-\d\d [\d:]{8} ", line) and not SPOKEN.search(line)]
+    dated = output / "train.log"
+    lines = dated.read_text(encoding="utf-8", errors="replace").splitlines() if dated.exists() else []
+    result["timeline"] = [line for line in lines if not SPOKEN.search(line)]
     result["phases"] = [line.strip() for line in text.splitlines() if ": done in " in line and "rank" not in line.split(":")[0]]
     if code != 0:
         result["tail"] = failure_of(output, 4000) or log_end(log, 4000)

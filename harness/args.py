@@ -96,6 +96,11 @@ class DataArguments:
     overwrite_cache: bool = _field(False, "Tokenise again even if a cached result exists.")
     data_cache_dir: Optional[str] = _field(None, "Folder of tokenised data. Default: HF_DATASETS_CACHE/harness.")
 
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Samples hold several documents, which do not see each other."""
+        return self.document_isolation and self.packing != "none"
+
 
 @dataclasses.dataclass
 class TrainArguments:

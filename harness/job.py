@@ -371,8 +371,7 @@ def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
             f"{type(empty.model).__name__} is an encoder by its config: every token would see those that it is to predict",
             "set is_decoder to true in the model's config.json, or with --config_overrides is_decoder=true",
         )
-    isolated = args.data.document_isolation and args.data.packing != "none"
-    if isolated and not isolation.can_isolate(empty.model):
+    if args.data.keeps_documents_apart and not isolation.can_isolate(empty.model):
         mixing = ", ".join(isolation.mixing_layers(empty.model))
         raise user_error(
             "--no_document_isolation",
@@ -383,8 +382,7 @@ def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
 
 def _attend_by_length(args: Arguments, empty: modeling.EmptyModel, engine_name: str, precision: str, coordinator: Coordinator) -> None:
     """Where the user chose no attention, packed documents are kept apart by the one that needs no mask, if card and model have it."""
-    isolated = args.data.document_isolation and args.data.packing != "none"
-    if not isolated or args.model.attn_implementation or args.model.no_custom_kernels or engine_name == "device_map":
+    if not args.data.keeps_documents_apart or args.model.attn_implementation or args.model.no_custom_kernels or engine_name == "device_map":
         return
     if varlen_attention.is_available(coordinator.device, precision) and isolation.can_attend_by_length(empty.model):
         args.model.attn_implementation = varlen_attention.NAME
@@ -572,9 +570,10 @@ def _export(
         export_adapter(folder, weights, engine.lora, tokenizer, is_main_process=coordinator.is_main_process, card=card)
         coordinator.wait_for_everyone("export")
         return
+    buffers = dict(modeling.persistent_buffers(engine.module))
     export_model(
         folder,
-        itertools.chain(engine.full_weights(), modeling.persistent_buffers(engine.module)),
+        itertools.chain(engine.full_weights(), buffers.items()),
         shapes,
         empty.config,
         tokenizer,
@@ -582,7 +581,7 @@ def _export(
         is_main_process=coordinator.is_main_process,
         generation_config=getattr(empty.model, "generation_config", None),
         card=card,
-        kept=[name for name, _ in modeling.persistent_buffers(engine.module)],
+        kept=buffers,
     )
     coordinator.wait_for_everyone("export")
 

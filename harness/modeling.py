@@ -29,6 +29,7 @@ from harness import isolation, varlen_attention
 from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
+from harness.initialisation import initialise, owners_of, seeded
 from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
 from harness.user_files import open_regular
@@ -386,11 +387,13 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
     memo: dict[int, tuple[Tensor, nn.Parameter | None]] = {}
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     rest = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
-    owners = _owners(model)
+    owners = owners_of(model)
+    module_names = {id(module): name for name, module in model.named_modules()}
 
     def make(members: list[nn.Module], index: int) -> None:
         fresh = _materialise(members, device, empty, memo, uses)
-        _fill_buffers(empty, members, source if names is not None else None, whole, None if names is not None else broadcast)
+        named = {module_names[id(module)]: module for module in members}
+        _fill_buffers(empty, named, source if names is not None else None, whole, broadcast)
         stored = [(parameter_names[old], parameter) for old, parameter in fresh if empty.stored_name(parameter_names[old]) is not None]
         if source is not None and names is not None:
             for name, parameter in stored:
@@ -417,14 +420,18 @@ def fill(empty: EmptyModel, device: torch.device, shard: Shard | None = None, *,
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """By name, what is part of a stored model without being a parameter, such as the bias that balances a mixture's experts."""
     for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+        yield from _own_persistent_buffers(prefix, module)
+
+
+def _own_persistent_buffers(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _fill_buffers(
     empty: EmptyModel,
-    members: list[nn.Module],
+    members: dict[str, nn.Module],
     source: SafetensorsFolder | None,
     whole: dict[str, Tensor] | None,
     broadcast: Callable[[Tensor], None] | None,
@@ -432,14 +439,15 @@ def _fill_buffers(
     """Persistent buffers of some modules take their stored values; without any they keep what their constructors gave them.
 
     Args:
-        whole: stored tensors where they were read in one piece, which `broadcast` then sends from the main process.
+        members: by name.
+        source: where each is read by its name; None where they were read in one piece.
+        whole: stored tensors that were, on the main process, which `broadcast` sends them from.
     """
     if empty.source is None:
         return
-    inside = {id(buffer) for module in members for buffer in module._buffers.values() if buffer is not None}
-    for name, buffer in persistent_buffers(empty.model):
+    for name, buffer in (each for prefix, module in members.items() for each in _own_persistent_buffers(prefix, module)):
         stored = empty.stored_name(name)
-        if id(buffer) not in inside or stored is None:
+        if stored is None:
             continue
         value = (whole or {}).get(stored) if source is None else source.find(stored, empty.model.base_model_prefix)
         if value is not None and value.shape != buffer.shape:
@@ -514,63 +522,9 @@ def _copy_rows(parameter: nn.Parameter, value: Tensor, empty: EmptyModel, index:
         message = f"a stored tensor has shape {tuple(value.shape)}, the model's {tuple(parameter.shape)}"
         raise user_error("--model_name_or_path", message, fix)
     std = float(getattr(empty.config, "initializer_range", 0.02) or 0.02)
-    with _seeded(empty.seed, index, parameter.device):
+    with seeded(empty.seed, index, parameter.device):
         parameter.normal_(0.0, std)
     parameter[: value.shape[0]].copy_(value)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, index: int, device: torch.device) -> Iterator[None]:
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed * 1_000_003 + index)
-        yield
-
-
-def _owners(model: Any) -> dict[int, Any]:
-    """The id of each module -> the model of transformers' around it whose `_init_weights` is for it: of parts of several the nearest."""
-    from transformers import PreTrainedModel
-
-    found: dict[int, Any] = {}
-
-    def visit(module: nn.Module, owner: Any) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        found.setdefault(id(module), owner)
-        for child in module.children():
-            visit(child, owner)
-
-    visit(model, model)
-    return found
-
-
-def initialise(
-    owners: dict[int, Any], modules: list[nn.Module], weights: list[nn.Parameter], seed: int, index: int, device: torch.device
-) -> None:
-    """Draws the weights of some modules as the model's own `_init_weights` does, from a seed of their own.
-
-    A block's weights so depend on the seed and its place only, not on the number of ranks or the engine.
-
-    Args:
-        owners: by the id of a module, the model whose `_init_weights` is for it.
-        weights: what is to be drawn; adapters, which others fill, are not among them.
-
-    Raises:
-        UserError: weights that nothing draws.
-    """
-    here = {id(module) for module in modules}
-    own = [parameter for parameter in weights if parameter.is_floating_point()]
-    with _seeded(seed, index, device), torch.no_grad():
-        for parameter in own:
-            parameter.fill_(math.nan)  # so that what nothing draws is seen
-        for module in reversed(modules):  # children first, as transformers does
-            # What has parameters of others' blocks below it would draw those a second time.
-            if any(True for _ in module.parameters(recurse=False)) or all(id(each) in here for each in module.modules()):
-                owners[id(module)]._init_weights(module)
-        undrawn = {id(parameter) for parameter in own if bool(parameter.isnan().any())}
-    if undrawn:
-        holders = (module for module in modules if any(id(each) in undrawn for each in module.parameters(recurse=False)))
-        kinds = sorted({type(module).__name__ for module in holders})
-        message = f"{', '.join(kinds)}: weights that {type(owners[id(modules[0])]).__name__} does not initialise"
-        raise user_error("--model_type", message, "train from a stored model, with --model_name_or_path")
 
 
 # -------------------------------------------------------------------------------------------------------------------- kernels

@@ -176,7 +176,7 @@ def probe_request(args: Arguments, run: RunShape) -> dict[str, Any]:
         "checkpointing": ["none", "selective", "full"],
         "loss_chunks": [chunk] if chunk else [0, 1024],
         "lora": lora,
-        "documents": args.data.document_isolation and args.data.packing != "none",
+        "documents": args.data.keeps_documents_apart,
         "weights": [run.weights],
         "sequence_parallel_size": run.sequence_parallel_size,
     }

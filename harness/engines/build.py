@@ -201,10 +201,11 @@ def prove_shared_samples(
         UserError: it is not.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    isolate = args.data.document_isolation and args.data.packing != "none"
     tolerance = 1e-3 if precision == "fp32" and not args.train.tf32 else 5e-2  # of 16 bits, whose products round by their shape
     with engine.blocks.uncompiled():
-        apart = check_losses(sequence, engine.eval_loss, coordinator, int(text.vocab_size), isolate=isolate, tolerance=tolerance)
+        apart = check_losses(
+            sequence, engine.eval_loss, coordinator, int(text.vocab_size), isolate=args.data.keeps_documents_apart, tolerance=tolerance
+        )
     log.info("samples are shared by %d processes each; loss within %.1e of that of whole samples", sequence.size, apart)
 
 
