@@ -274,12 +274,17 @@ class Runner:
                 "ended_after_s": attempt.ended_after_s,
             }
         )
+        self._keep()
+
+    def _keep(self) -> None:
+        """After every attempt: whoever is killed in the next one has left how far it had come down."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / RECORD, self.record)
 
     def _close(self, result: str, code: int) -> int:
         attempts = self.record["attempts"]
         self.record |= {"result": result, "exit_code": code, "seconds": round(time.time() - self.started_s, 1)}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / RECORD, self.record)
+        self._keep()
         count = len(attempts)
         below = f", settings now: {describe_change(self.settings.start, self.now)}" if self.now != self.settings.start else ""
         times = f"{count} attempt{'s' if count > 1 else ''}, {self.record['seconds']:.0f} s"

@@ -68,6 +68,16 @@ def test_goes_down_until_it_fits_and_on_from_the_newest_checkpoint(run: Any) -> 
     assert "to start there next time: " in output
 
 
+def test_the_record_of_an_attempt_is_there_while_the_next_one_runs(run: Any) -> None:
+    """A runner that is killed by then has left it."""
+    code, _, calls, _ = run(
+        'if a.micro_batch_size > 4: raise MemoryError("x")\nimport json\n'
+        'kept = json.loads(pathlib.Path("out-harness_run/record.json").read_text())\n'
+        'assert [each["exit_code"] for each in kept["attempts"]] == [1] and "result" not in kept'
+    )
+    assert (code, len(calls)) == (0, 2)
+
+
 def test_a_mistake_is_not_tried_again(run: Any) -> None:
     code, record, calls, output = run("sys.exit(3)")
     assert (code, len(calls), record["result"]) == (3, 1, "failed")
