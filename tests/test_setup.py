@@ -18,7 +18,8 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >> "$CALLS"
 [ "$1" = -c ] && exit "${FAKE_TOO_OLD:-0}"
 if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
-if [ "$2" = pip ] && [[ "$*" == *"${FAKE_FAILING:-nothing fails}"* ]]; then exit 1; fi
+if [ "$2 $3" = "pip config" ]; then [ -n "$FAKE_INDEX" ] && echo "$FAKE_INDEX"; exit; fi
+if [[ "$2" =~ ^(pip|uv)$ ]] && [[ "$*" =~ ${FAKE_FAILING:-nothing fails} ]]; then exit 1; fi
 exit 0
 """
 
@@ -52,21 +53,38 @@ def calls(clone: Path) -> list[str]:
 INSTALL = '. "a clone/launch/env.sh" && install_all test && echo "python=$python"'
 
 
+def installs_of(made: list[str]) -> list[str]:
+    return [line for line in made if " install " in line]
+
+
 def test_installs_once(clone: Path) -> None:
     done = bash(clone, INSTALL)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"python={clone}/.venv/bin/python"
     made = calls(clone)
-    assert [line.split()[0:3] for line in made] == [["python3", "-c", "import"], ["python3", "-m", "venv"], *[["python", "-m", "pip"]] * 3]
-    installs = [line.split(" install ", 1)[1] for line in made if " install " in line]
-    assert all(line.startswith(f"--no-compile -c {clone}/constraints.txt ") for line in installs)
+    assert [line.split()[0:3] for line in made][:2] == [["python3", "-c", "import"], ["python3", "-m", "venv"]]
+    first, second = installs_of(made)
+    assert all(f"-c {clone}/constraints.txt " in line for line in (first, second))
     # deepspeed's setup imports torch, so it is built after torch is there, and without a build environment of its own.
-    assert "torch" in installs[0].split() and "numpy" in installs[0].split()
-    assert installs[1].endswith("--no-build-isolation deepspeed")
-    assert installs[2].endswith(f"-e {clone}[test]")
+    assert first.startswith("python -m pip ") and {"torch", "numpy", "uv"} <= set(first.split())
+    assert second.startswith("python -m uv ") and second.endswith(f"--no-build-isolation -e {clone}[test]")
+    assert "--default-index" not in second
 
     assert bash(clone, INSTALL).returncode == 0
-    assert [line for line in calls(clone) if " pip " in line] == []
+    assert installs_of(calls(clone)) == []
+
+
+def test_uv_asks_the_index_of_pip(clone: Path) -> None:
+    bash(clone, INSTALL, FAKE_INDEX="https://mirror.example/simple")
+    assert "--default-index https://mirror.example/simple " in installs_of(calls(clone))[-1]
+
+
+def test_pip_installs_where_uv_cannot(clone: Path) -> None:
+    assert bash(clone, INSTALL, FAKE_FAILING="-m uv").returncode == 0
+    _, by_uv, *by_pip = installs_of(calls(clone))
+    assert " -m uv " in by_uv and all(line.startswith("python -m pip ") and "--no-compile" in line for line in by_pip)
+    assert by_pip[0].endswith("--no-build-isolation deepspeed")
+    assert by_pip[1].endswith(f"--no-build-isolation -e {clone}[test]")
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "setup.cfg"])
@@ -77,15 +95,15 @@ def test_installs_again_when_the_pins_change(clone: Path, name: str) -> None:
         file.write("\n# changed\n")
     assert bash(clone, INSTALL).returncode == 0
     again = calls(clone)
-    assert len([line for line in again if " pip " in line]) == 3
+    assert len(installs_of(again)) == 2
     assert not [line for line in again if " venv " in line]
 
 
 def test_a_failed_installation_is_tried_again(clone: Path) -> None:
-    assert bash(clone, INSTALL, FAKE_FAILING="deepspeed").returncode == 1
+    assert bash(clone, INSTALL, FAKE_FAILING="-m uv|deepspeed").returncode == 1
     assert calls(clone)[-1].endswith("deepspeed")
     assert bash(clone, INSTALL).returncode == 0
-    assert len([line for line in calls(clone) if " pip " in line]) == 3
+    assert len(installs_of(calls(clone))) == 2
 
 
 def test_an_old_python_is_refused(clone: Path) -> None:
