@@ -34,12 +34,15 @@ DETAILS = ("losses", "step_times_s", "grad_norms", "phases", "timeline")  # in t
 
 def worker() -> int:
     """`run_clm.py` whose last rank has its memory limited before one step, as another program on the card would do."""
-    import torch
-
-    from harness import guard, guard_line, run_clm, trainer
+    from harness import guard, guard_line, run_clm
 
     if guard.needs_guard():
         return guard.main()
+    run_clm.stand_by(sys.argv[1:])
+    import torch
+
+    from harness import trainer
+
     at, share = int(os.environ.get(LIMIT_VARIABLE, "0")), float(os.environ.get(SHARE_VARIABLE, "1"))
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     original, read = trainer.Trainer._global_counts, trainer.StepWatch.read

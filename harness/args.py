@@ -163,6 +163,11 @@ class TrainArguments:
         [], "Steps to take after out-of-memory, in order: micro_batch[=N], gradient_checkpointing, activation_checkpointing=selective, ..."
     )
     oom_snapshot: bool = _field(False, "Keep the history of GPU allocations and write it at an out-of-memory, for PyTorch's viewer.")
+    oom_standby: str = _choice(
+        "auto",
+        ["auto", "on", "off"],
+        "A process per rank that has imported everything and waits, for a shorter new start; auto: with GPUs and enough free memory.",
+    )
     snapshot_steps: int = _field(
         50, "Optimizer steps between copies of the state in host memory, where a new start after an out-of-memory goes on; 0: none."
     )

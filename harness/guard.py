@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from harness import cgroups, guard_line, whereabouts
 from harness.guard_line import die_with_parent
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
+from harness.standby import Standby
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -119,6 +120,7 @@ class Guard:
         self.kill_at_s: float | None = None
         self.leave_at_s: float | None = None
         self.child: Child | None = None
+        self.standby: Standby | None = None
         self.selector = selectors.DefaultSelector()
         self.hub: Hub | None = None
         self.rules = Rulings(1)
@@ -158,6 +160,7 @@ class Guard:
             if self.hub is not None:
                 self.hub.tick()
             self._watch_launchers()
+            self._watch_standby()
             if self.child is not None and self.child.poll() is not None:
                 code = self._after_end(self.child)
                 if code is not None:
@@ -201,6 +204,9 @@ class Guard:
             environment: what is added to this process's own.
             descriptors: files that stay open in it.
         """
+        standby, self.standby = self.standby, None
+        if standby is not None and (child := standby.take(environment, descriptors)) is not None:
+            return child
         parent = os.getpid()
         return subprocess.Popen(
             self.command,
@@ -208,6 +214,12 @@ class Guard:
             pass_fds=descriptors,
             preexec_fn=lambda: die_with_parent(parent),
         )
+
+    def _watch_standby(self) -> None:
+        if self.standby is not None and self.standby.has_ended():
+            self.standby.end()
+            self.standby = None
+            self.num_kernel_kills = cgroups.num_kernel_kills()  # the kernel may have chosen it, and not the child
 
     def _hear_child(self, line: socket.socket) -> None:
         try:
@@ -224,6 +236,8 @@ class Guard:
         elif message["op"] == "where":
             self.asked_from = str(message["at"])
             self._ask_where()
+        elif message["op"] == "standby" and self.standby is None:
+            self.standby = Standby(self.command, {CHILD_VARIABLE: str(os.getpid())})
         elif message["op"] == "cause":
             self.cause = message["cause"]
         elif message["op"] == "folder":
@@ -393,6 +407,8 @@ class Guard:
         self.kill_at_s = min(self.kill_at_s or float("inf"), time.monotonic() + grace_s)
 
     def _hang_up(self) -> None:
+        if self.standby is not None:
+            self.standby.end()
         if self.rank == 0 and self.found:
             from harness.run_folder import add_ranks
 

@@ -115,6 +115,11 @@ def ask_whereabouts(at: str, limit_s: float = 8.0) -> dict[str, dict[str, Any]]:
         return {}
 
 
+def ask_for_standby() -> bool:
+    """Asks the guard for a process that waits to take this one's place (harness.standby). False where no guard would."""
+    return _tell({"op": "standby"})
+
+
 def relaunch(cause: dict[str, Any]) -> NoReturn:
     """Ends this process so that all ranks start again.
 

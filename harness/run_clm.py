@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness import build_locks, disk_room, guard_line, run_folder, whereabouts
+from harness import build_locks, disk_room, guard_line, run_folder, standby, whereabouts
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.parsing import from_config, parse_args
@@ -42,11 +42,30 @@ RANK_0_TELLS_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0 finished, 1 failed, 2 wrong input, 75 preempted after a complete save."""
     tokens = list(sys.argv[1:] if argv is None else argv)
+    stand_by(tokens)
     started_s = time.time()
     try:
         return run(parse_args(tokens), started_s=started_s)
     except UserError as error:
         return _wrong_input(error, _output_dir_of(tokens), "--debug" in tokens, started_s)
+
+
+def stand_by(tokens: Sequence[str]) -> None:
+    """In a process that the guard keeps for a new start (harness.standby): returns when that begins. In any other does nothing.
+
+    A script around `main` that does something itself before it calls this first.
+    """
+    standby.wait_for_turn(lambda: _prepare(tokens))
+
+
+def _prepare(tokens: Sequence[str]) -> None:
+    """What needs neither a GPU nor another rank."""
+    args = parse_args(tokens)
+    _set_environment(Path(str(args.train.output_dir)))  # before torch is there
+    engine = check(args)
+    from harness import job
+
+    job.import_ahead(args, engine)
 
 
 def train(config: Mapping[str, Any] | Arguments, train_dataset: Any = None) -> int:
@@ -86,6 +105,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         return FAILED
     guard_line.join_hub(coordinator.broadcast)
     guard_line.tell_folder(folder, started_s)
+    job.ask_for_standby(args, coordinator)
     stop = coordination.StopFlag()
     _take_signals(stop)
     _end_before_training(stop, folder, rank, started_s)

@@ -56,6 +56,8 @@ _OPERATORS = {
 
 # What another process may take to compile an operator that this one waits for.
 LONGEST_COMPILATION_S = 900.0
+# Of another process that takes the lock before this one does, and is ended too.
+MOST_COMPILATIONS_WAITED_FOR = 3
 
 log = logging.getLogger("harness")
 
@@ -73,13 +75,14 @@ def announce_compilations() -> None:
     def announced(builder: Any, verbose: bool = True) -> Any:
         if not is_compiled(builder.name, [Path(torch.__file__), Path(deepspeed.__file__)]):
             log.info("compiling DeepSpeed's %s, once on this machine: about a minute", _OPERATORS.get(builder.name, builder.name))
-        try:
-            return load(builder, verbose)
-        except (ImportError, LockedBuildError) as error:  # the process that compiled it, for which this one waited, was ended or failed
-            log.warning("DeepSpeed's %s did not come of another process's compilation (%s): compiling it here", builder.name, error)
-            JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else torch takes it for built
-            clear_abandoned_locks()
-            return load(builder, verbose)
+        for _ in range(MOST_COMPILATIONS_WAITED_FOR):
+            try:
+                return load(builder, verbose)
+            except (ImportError, LockedBuildError) as error:  # the process that compiled it, for which this one waited, was ended or failed
+                log.warning("DeepSpeed's %s did not come of another process's compilation (%s): compiling it here", builder.name, error)
+                JIT_EXTENSION_VERSIONER.entries.pop(builder.name, None)  # else torch takes it for built
+                clear_abandoned_locks()
+        return load(builder, verbose)
 
     OpBuilder.jit_load = announced
 

@@ -155,5 +155,6 @@ if __name__ == "__main__":
 
     if guard.needs_guard():
         sys.exit(guard.main())
+    run_clm.stand_by(sys.argv[1:])
     install(Injector(os.environ.get("HARNESS_TEST_OOM", "")))
     sys.exit(run_clm.main())

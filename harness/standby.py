@@ -1,0 +1,153 @@
+"""A second process beside each rank's, which has imported everything and waits: what the rank becomes when it must be started again.
+
+    [harness] a second process has imported everything and waits, for a new start (--oom_standby False: none)
+
+Imports are ten seconds and more of a new start. The guard starts the process where the training process asks for it (`--oom_standby`), and
+hands it what a new training process gets: environment and open files. It takes no GPU memory, because it does not touch CUDA before its
+turn, and some 0.5 GiB of the host's; where those run out the kernel ends it before anything else. Where there is none, or it has ended, a
+new start begins with a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from harness import guard_line, whereabouts
+
+VARIABLE = "HARNESS_STANDBY"
+_FIRST_TO_GO = "1000"  # of the kernel's choice when memory runs out
+# Those that a guard hands on, and that reach every process of a terminal or a batch step; they wait until it is this process's turn.
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Standby:
+    """The guard's side: one waiting process.
+
+    Args:
+        command: of the training process.
+        environment: what is added to this process's own.
+    """
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        parent = os.getpid()
+        try:
+            self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                command,
+                env={**os.environ, **environment, VARIABLE: str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                preexec_fn=lambda: guard_line.die_with_parent(parent),
+            )
+        except OSError:  # no memory, no process number: a new start does without
+            self.process = None
+        theirs.close()
+
+    def has_ended(self) -> bool:
+        return self.process is None or self.process.poll() is not None
+
+    def take(self, environment: dict[str, str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
+        """Makes it the training process; None where it is not there any more.
+
+        Args:
+            environment: what is added to its own.
+            descriptors: files that are to be open in it, whose numbers in `environment` become those that they have there.
+        """
+        process = self.process
+        if process is None or self.has_ended():
+            return None
+        packet = json.dumps({"environment": environment, "descriptors": list(descriptors)}).encode()
+        try:
+            socket.send_fds(self.line, [packet], list(descriptors))
+        except OSError:
+            self.end()
+            return None
+        self.line.close()
+        return process
+
+    def end(self) -> None:
+        self.line.close()
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def wait_for_turn(prepare: Callable[[], object]) -> None:
+    """In the process that waits, before anything else: returns when it is the training process. In any other process does nothing.
+
+    Args:
+        prepare: imports what the training process will need, and must not touch a GPU. What it prints is dropped; what it raises is not
+            said, because the training process will come upon it by itself.
+    """
+    number = os.environ.pop(VARIABLE, None)
+    if number is None:
+        return
+    line = socket.socket(fileno=int(number))
+    with _last_in_line(), _held_signals():
+        with _silence(), contextlib.suppress(Exception):
+            prepare()
+        packet, descriptors, _, _ = socket.recv_fds(line, guard_line.MAX_PACKET_BYTES, 253)
+        line.close()
+        if not packet:  # the guard needs none any more
+            os._exit(0)
+        message = json.loads(packet)
+        os.environ.update(_renumber(message["environment"], dict(zip(message["descriptors"], descriptors, strict=True))))
+
+
+def _renumber(environment: dict[str, str], numbers: Mapping[int, int]) -> dict[str, str]:
+    """What a guard adds to a training process's environment, for a process in which its files have other numbers.
+
+    Args:
+        numbers: by the number in `environment`.
+    """
+    renumbered = dict(environment)
+    for name in (guard_line.LINE_VARIABLE, whereabouts.VARIABLE):
+        renumbered[name] = str(numbers[int(environment[name])])
+    held = {name: numbers[number] for name, number in json.loads(environment[guard_line.HELD_VARIABLE]).items()}
+    return renumbered | {guard_line.HELD_VARIABLE: json.dumps(held)}
+
+
+@contextlib.contextmanager
+def _held_signals() -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+@contextlib.contextmanager
+def _last_in_line() -> Iterator[None]:
+    score, old = Path("/proc/self/oom_score_adj"), ""
+    with contextlib.suppress(OSError):
+        old = score.read_text()
+        score.write_text(_FIRST_TO_GO)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            score.write_text(old)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Everything that goes to stdout and stderr meanwhile is dropped, also what libraries write themselves."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as nowhere:
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, old in zip((1, 2), kept, strict=True):
+            os.dup2(old, stream)
+            os.close(old)
