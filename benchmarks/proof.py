@@ -93,10 +93,13 @@ def hook(module: Any, limit: Limit) -> None:
 
 
 def harness_worker(tokens: list[str]) -> int:
-    from harness import guard, job, run_clm, trainer
+    from harness import guard, run_clm
 
     if guard.needs_guard():
         return guard.main()
+    run_clm.stand_by(tokens)
+    from harness import job, trainer
+
     limit = Limit(Path(os.environ["PROOF_MARKER"])) if os.environ.get("PROOF_MARKER") else None
     if limit is not None:
         counts, make, read = trainer.Trainer._global_counts, job._recovery, trainer.StepWatch.read

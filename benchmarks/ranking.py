@@ -38,10 +38,13 @@ def settings_of(engine: str) -> list[dict[str, Any]]:
 
 def worker(engine: str, tokens: list[str]) -> int:
     """One rank, whose engine takes the next settings every `STEPS_EACH` steps."""
-    from harness import guard, run_clm, trainer
+    from harness import guard, run_clm
 
     if guard.needs_guard():
         return guard.main()
+    run_clm.stand_by(tokens)
+    from harness import trainer
+
     counts, table = trainer.Trainer._global_counts, settings_of(engine)
 
     def changed(self: Any, batch: Any) -> Any:

@@ -45,6 +45,8 @@ RELAUNCH_GRACE_S = 0.5
 # A guard whose child has ended leaves without the hub's word after this long: it failed, or ended in order while others still write.
 LAST_WORD_S = 20.0
 IN_ORDER_S = 60.0
+# The kernel ends several processes for one lack of memory: the one that waits first, the child a moment later.
+KERNEL_KILLS_S = 10.0
 _LAUNCHER_PROGRAMS = {"torchrun", "deepspeed", "accelerate", "accelerate-launch"}
 _LAUNCHER_MODULES = {
     "torch.distributed.run",
@@ -160,7 +162,7 @@ class Guard:
             if self.hub is not None:
                 self.hub.tick()
             self._watch_launchers()
-            self._watch_standby()
+            self._watch_memory()
             if self.child is not None and self.child.poll() is not None:
                 code = self._after_end(self.child)
                 if code is not None:
@@ -191,7 +193,7 @@ class Guard:
                 environment |= {"MASTER_PORT": str(self.ruling.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         self.ruling, self.cause, self.reported = None, None, False
         self.leave_at_s = self.kill_at_s = None
-        self.num_kernel_kills = cgroups.num_kernel_kills()
+        self.num_kernel_kills, self.kernel_killed_s = cgroups.num_kernel_kills(), float("-inf")
         self.line = ours
         self.selector.register(ours, selectors.EVENT_READ, lambda: self._hear_child(ours))
         self.child = self.start_child(environment, (theirs.fileno(), self.where.descriptor, *self.held.values()))
@@ -215,11 +217,17 @@ class Guard:
             preexec_fn=lambda: die_with_parent(parent),
         )
 
-    def _watch_standby(self) -> None:
+    def _watch_memory(self) -> None:
         if self.standby is not None and self.standby.has_ended():
             self.standby.end()
             self.standby = None
-            self.num_kernel_kills = cgroups.num_kernel_kills()  # the kernel may have chosen it, and not the child
+        if (kills := cgroups.num_kernel_kills()) > self.num_kernel_kills:  # whomever it chose: another rank's may be next
+            self.num_kernel_kills, self.kernel_killed_s = kills, time.monotonic()
+
+    def _was_killed_for_memory(self) -> bool:
+        """Whether the kernel has ended a process of this container for memory a moment ago; asked after a SIGKILL of the child."""
+        recently = time.monotonic() - self.kernel_killed_s < KERNEL_KILLS_S
+        return recently or cgroups.num_kernel_kills() > self.num_kernel_kills
 
     def _hear_child(self, line: socket.socket) -> None:
         try:
@@ -286,7 +294,7 @@ class Guard:
         """A lack of memory that the child reported or the kernel ended it for."""
         if code == RELAUNCH:
             return self.cause or {"phase": "unknown"}
-        if code == -signal.SIGKILL and self.kill_at_s is None and cgroups.num_kernel_kills() > self.num_kernel_kills:
+        if code == -signal.SIGKILL and self.kill_at_s is None and self._was_killed_for_memory():
             return {"phase": "unknown", "memory": "host", "failure": "killed by the kernel: the memory limit of the container or machine"}
         return None
 

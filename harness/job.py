@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from harness import cgroups, checkpoint_files, disk_room, guard_line, isolation, modeling, monitor, run_folder, varlen_attention
+from harness import cgroups, checkpoint_files, disk_room, guard_line, isolation, modeling, monitor, run_folder, standby, varlen_attention
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
@@ -144,12 +144,13 @@ STANDBY_CORES = 2
 def ask_for_standby(args: Arguments, coordinator: Coordinator) -> bool:
     """Has the guard keep a process ready for the next life, where there may be one (`--oom_standby`). Returns whether it was asked."""
     wanted = args.train.oom_standby
-    if args.train.no_oom_recovery or wanted == "off":
+    if args.train.no_oom_recovery or wanted == "off" or not standby.is_able:
         return False
     if wanted == "auto":
         num_local = coordinator.num_local_processes
         has_room = free_host_bytes() >= 4 * STANDBY_BYTES * num_local and cgroups.usable_cores() >= STANDBY_CORES * num_local
-        if coordinator.device.type != "cuda" or not has_room:
+        ran_out = (guard_line.cause() or {}).get("memory") == "host"  # of what such a process takes more of
+        if coordinator.device.type != "cuda" or not has_room or ran_out:
             return False
     if not guard_line.ask_for_standby():
         return False

@@ -62,10 +62,10 @@ def _prepare(tokens: Sequence[str]) -> None:
     """What needs neither a GPU nor another rank."""
     args = parse_args(tokens)
     _set_environment(Path(str(args.train.output_dir)))  # before torch is there
-    engine = check(args)
-    from harness import job
+    from harness import hub, job
 
-    job.import_ahead(args, engine)
+    job.import_ahead(args, check(args))
+    hub.answers.cache_clear()  # it is asked again when the turn comes
 
 
 def train(config: Mapping[str, Any] | Arguments, train_dataset: Any = None) -> int:

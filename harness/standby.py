@@ -1,11 +1,11 @@
 """A second process beside each rank's, which has imported everything and waits: what the rank becomes when it must be started again.
 
-    [harness] a second process has imported everything and waits, for a new start (--oom_standby False: none)
+    a process beside each rank's imports everything and waits, for a new start after an out-of-memory (--oom_standby off: none)
 
 Imports are ten seconds and more of a new start. The guard starts the process where the training process asks for it (`--oom_standby`), and
 hands it what a new training process gets: environment and open files. It takes no GPU memory, because it does not touch CUDA before its
-turn, and some 0.5 GiB of the host's; where those run out the kernel ends it before anything else. Where there is none, or it has ended, a
-new start begins with a new process.
+turn, and some 0.8 GiB of the host's; where those run out the kernel ends it before anything else. Where there is none, or it has ended, or
+is not ready yet, a new start begins with a new process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from pathlib import Path
 from harness import guard_line, whereabouts
 
 VARIABLE = "HARNESS_STANDBY"
+END_S = 2.0
+# Of a process that is ready, in ps and top.
+NAME = "harness-standby"
 _FIRST_TO_GO = "1000"  # of the kernel's choice when memory runs out
-# Those that a guard hands on, and that reach every process of a terminal or a batch step; they wait until it is this process's turn.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+_READY = b"ready"
+
+# True in a process that would have waited, had it been started for that: only such a one may ask for one that waits.
+is_able = False
 
 
 class Standby:
@@ -37,46 +42,57 @@ class Standby:
     """
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process: subprocess.Popen[bytes] | None = None
+        self.line: socket.socket | None = None
         parent = os.getpid()
-        try:
-            self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                command,
-                env={**os.environ, **environment, VARIABLE: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
-                preexec_fn=lambda: guard_line.die_with_parent(parent),
-            )
-        except OSError:  # no memory, no process number: a new start does without
-            self.process = None
-        theirs.close()
+        # No memory, no process number, no descriptor: a new start does without.
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self.process = subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment, VARIABLE: str(theirs.fileno())},
+                    pass_fds=(theirs.fileno(),),
+                    preexec_fn=lambda: guard_line.die_with_parent(parent),
+                )
 
     def has_ended(self) -> bool:
         return self.process is None or self.process.poll() is not None
 
+    def _is_ready(self) -> bool:
+        assert self.line is not None
+        try:
+            return self.line.recv(len(_READY), socket.MSG_DONTWAIT) == _READY
+        except OSError:
+            return False
+
     def take(self, environment: dict[str, str], descriptors: Sequence[int]) -> subprocess.Popen[bytes] | None:
-        """Makes it the training process; None where it is not there any more.
+        """Makes it the training process; None where it is not there any more or not ready: then it is ended.
 
         Args:
             environment: what is added to its own.
             descriptors: files that are to be open in it, whose numbers in `environment` become those that they have there.
         """
-        process = self.process
-        if process is None or self.has_ended():
+        process, line = self.process, self.line
+        if process is None or line is None or self.has_ended() or not self._is_ready():
+            self.end()
             return None
         packet = json.dumps({"environment": environment, "descriptors": list(descriptors)}).encode()
         try:
-            socket.send_fds(self.line, [packet], list(descriptors))
+            socket.send_fds(line, [packet], list(descriptors))
         except OSError:
             self.end()
             return None
-        self.line.close()
+        line.close()
         return process
 
     def end(self) -> None:
-        self.line.close()
+        if self.line is not None:
+            self.line.close()
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in a read from a disk that does not answer
+                self.process.wait(END_S)
 
 
 def wait_for_turn(prepare: Callable[[], object]) -> None:
@@ -86,14 +102,20 @@ def wait_for_turn(prepare: Callable[[], object]) -> None:
         prepare: imports what the training process will need, and must not touch a GPU. What it prints is dropped; what it raises is not
             said, because the training process will come upon it by itself.
     """
+    global is_able
+    is_able = True
     number = os.environ.pop(VARIABLE, None)
     if number is None:
         return
     line = socket.socket(fileno=int(number))
-    with _last_in_line(), _held_signals():
+    with _changed("/proc/self/oom_score_adj", _FIRST_TO_GO), _interrupted_without_a_word():
         with _silence(), contextlib.suppress(Exception):
             prepare()
-        packet, descriptors, _, _ = socket.recv_fds(line, guard_line.MAX_PACKET_BYTES, 253)
+        packet, descriptors = b"", list[int]()
+        with contextlib.suppress(OSError):
+            line.send(_READY)
+            with _changed("/proc/self/comm", NAME):
+                packet, descriptors, _, _ = socket.recv_fds(line, guard_line.MAX_PACKET_BYTES, 253)
         line.close()
         if not packet:  # the guard needs none any more
             os._exit(0)
@@ -115,25 +137,27 @@ def _renumber(environment: dict[str, str], numbers: Mapping[int, int]) -> dict[s
 
 
 @contextlib.contextmanager
-def _held_signals() -> Iterator[None]:
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+def _interrupted_without_a_word() -> Iterator[None]:
+    """Signals end a process that waits: one that reaches all processes has reached the guard too, and there will be no new start."""
+    old = signal.getsignal(signal.SIGINT)
+    if callable(old):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGINT, old)
 
 
 @contextlib.contextmanager
-def _last_in_line() -> Iterator[None]:
-    score, old = Path("/proc/self/oom_score_adj"), ""
+def _changed(path: str, value: str) -> Iterator[None]:
+    """What the kernel keeps of this process is another while the block runs, where it may be set."""
+    file, old = Path(path), ""
     with contextlib.suppress(OSError):
-        old = score.read_text()
-        score.write_text(_FIRST_TO_GO)
+        old = file.read_text()
+        file.write_text(value)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            score.write_text(old)
+            file.write_text(old)
 
 
 @contextlib.contextmanager

@@ -228,6 +228,28 @@ def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path
     )
 
 
+@pytest.mark.parametrize(("seconds", "is_kernel"), [(0.5, True), (60.0, False)])
+def test_the_kernel_may_choose_another_process_first(seconds: float, is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits, or another rank's: the next to be killed for the same lack of memory is the child."""
+    now, kills = [100.0], [3]
+    monkeypatch.setattr(guard.cgroups, "num_kernel_kills", lambda: kills[0])
+    monkeypatch.setattr(guard.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)
+    monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: None)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    parent = guard.Guard(["true"])
+    parent._start()
+    assert parent._why(-9) is None
+    kills[0] = 4
+    parent._watch_memory()
+    now[0] += seconds
+    assert (parent._why(-9) is not None) == is_kernel
+    parent._start()  # the next life's own
+    assert parent._why(-9) is None
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
     guards = Guards(tmp_path, "sleep", 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 
 from harness import guard_line, whereabouts
 from harness.guard import parent_of
-from harness.standby import VARIABLE, Standby, wait_for_turn
-from tests.launching import ROOT
+from harness.standby import NAME, VARIABLE, Standby, wait_for_turn
+from tests.faults import jobs
+from tests.launching import ROOT, Launch, launch_environment
 
 # Says when it waits, and when its turn has come what it was given.
 WAITING = """
@@ -30,6 +32,8 @@ def prepare():
     os.write(2, b"and by a library")
     (folder / "score").write_text(pathlib.Path("/proc/self/oom_score_adj").read_text())
     (folder / "waits").touch()
+    if "hangs" in sys.argv:
+        signal.pause()
     if "raises" in sys.argv:
         raise RuntimeError("what it needs is not there")
 
@@ -49,10 +53,7 @@ def standbys(tmp_path: Path) -> Iterator[Any]:
     made = []
 
     def make(*words: str) -> Standby:
-        # Its output is the test's own, in a file.
-        command = ["bash", "-c", 'exec "$0" "$@" > "$1/out" 2>&1', sys.executable, "-c", WAITING, str(tmp_path), *words]
-        command[3:] = [sys.executable, "-c", WAITING, str(tmp_path), *words]
-        command[2] = f'exec "$0" "$@" > "{tmp_path}/out" 2>&1'
+        command = ["bash", "-c", f'exec "$0" "$@" > "{tmp_path}/out" 2>&1', sys.executable, "-c", WAITING, str(tmp_path), *words]
         made.append(Standby(command, {"PYTHONPATH": str(ROOT)}))
         return made[-1]
 
@@ -61,11 +62,21 @@ def standbys(tmp_path: Path) -> Iterator[Any]:
         each.end()
 
 
-def until(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
+def until(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> None:
+    deadline = time.monotonic() + 60
+    while not is_there(path):
         assert time.monotonic() < deadline, f"no {path}"
         time.sleep(0.02)
+
+
+def until_ready(standby: Standby) -> None:
+    assert standby.line is not None
+    assert select.select([standby.line], [], [], 30)[0]
+
+
+def children(pid: int) -> list[int]:
+    """In the order in which they were started."""
+    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def give(standby: Standby) -> subprocess.Popen[bytes] | None:
@@ -89,7 +100,7 @@ def give(standby: Standby) -> subprocess.Popen[bytes] | None:
 @pytest.mark.parametrize("words", [(), ("raises",)])
 def test_it_becomes_the_training_process_with_environment_and_files(words: tuple[str, ...], standbys: Any, tmp_path: Path) -> None:
     standby = standbys(*words)
-    until(tmp_path / "waits")
+    until_ready(standby)
     assert not standby.has_ended()
     child = give(standby)
     assert child is not None and child.wait(30) == 0
@@ -100,10 +111,12 @@ def test_it_becomes_the_training_process_with_environment_and_files(words: tuple
     assert score == own and int((tmp_path / "score").read_text()) == 1000  # the kernel's first choice while it waits
 
 
-def test_it_may_be_given_its_turn_while_it_prepares(standbys: Any, tmp_path: Path) -> None:
-    child = give(standbys())
-    assert child is not None and child.wait(30) == 0
-    assert json.loads((tmp_path / "out").read_text())[0] == "your turn"
+def test_it_is_not_taken_before_it_is_ready(standbys: Any, tmp_path: Path) -> None:
+    """Its imports may hang, or end it; what the training process imports itself is told of."""
+    standby = standbys("hangs")
+    until(tmp_path / "waits")
+    assert give(standby) is None
+    assert standby.process.poll() == -signal.SIGKILL
 
 
 def test_it_ends_with_its_guard(tmp_path: Path) -> None:
@@ -143,18 +156,50 @@ def test_without_it_a_new_process_is_started(standbys: Any, tmp_path: Path) -> N
     assert Standby([str(tmp_path / "no such program")], {}).has_ended()
 
 
-def test_signals_wait_for_its_turn(standbys: Any, tmp_path: Path) -> None:
-    """Ctrl-C reaches every process of a terminal; the guard ends the one that waits when the run has ended."""
-    standby = standbys("sleeps")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_it_without_a_word(number: signal.Signals, standbys: Any, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of a terminal, and nothing of it is left for the next life."""
+    standby = standbys()
     until(tmp_path / "waits")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        standby.process.send_signal(number)
-    time.sleep(0.2)
-    assert not standby.has_ended()
+    standby.process.send_signal(number)
+    assert standby.process.wait(10) == -number
+    assert (tmp_path / "out").read_text() == "" and give(standby) is None
+
+
+def test_the_training_process_is_interrupted_as_ever(standbys: Any, tmp_path: Path) -> None:
+    standby = standbys("sleeps")
+    until_ready(standby)
     child = give(standby)
-    assert child is not None and child.wait(30) in (-signal.SIGTERM, -signal.SIGHUP)
+    assert child is not None
+    until(tmp_path / "out", lambda path: path.read_text() != "")
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) != 0
+    assert "KeyboardInterrupt" in (tmp_path / "out").read_text()
 
 
 def test_a_process_that_is_none_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     wait_for_turn(lambda: pytest.fail("prepares nothing"))
+
+
+def test_a_run_goes_on_in_the_process_that_waited(tmp_path: Path) -> None:
+    """The guard's second child writes the log after an update has run out of memory in the first."""
+    (tmp_path / "inputs").mkdir()
+    jobs.make_inputs(str(tmp_path / "inputs"))
+    output = tmp_path / "out"
+    command = jobs.arguments(tmp_path / "inputs", output, "single", "--oom_ladder", "gradient_checkpointing", "--oom_standby", "on")
+    worker, environment = [sys.executable, "-m", "tests.distributed.oom_worker"], launch_environment({"HARNESS_TEST_OOM": "update:0:20"})
+    launch = Launch([*worker, *command], environment, output, ROOT)
+    try:
+        launch.wait_for("train | step: 1/24")
+        first, second = children(launch.process.pid)
+        os.kill(first, signal.SIGSTOP)
+        until(Path(f"/proc/{second}/comm"), lambda path: path.read_text().strip() == NAME)
+        os.kill(first, signal.SIGCONT)
+        until(Path(f"/proc/{second}/fd"), lambda path: output / "train.log" in [link.resolve() for link in path.iterdir()])
+        assert parent_of(first) is None
+        result = launch.finish()
+    finally:
+        launch.kill()
+    assert result.returncode == 0, result.stdout
+    assert result.rows()[-1]["step"] == 24 and parent_of(second) is None
