@@ -202,4 +202,4 @@ def test_a_run_goes_on_in_the_process_that_waited(tmp_path: Path) -> None:
     finally:
         launch.kill()
     assert result.returncode == 0, result.stdout
-    assert result.rows()[-1]["step"] == 24 and parent_of(second) is None
+    assert result.rows[-1]["step"] == 24 and parent_of(second) is None
