@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # What is drawn, by part. What nearly everything imports (arguments, findings, coordination) and what is one module's own is left out.
 SHOWN = {
-    "a process starts": ["run_clm", "guard", "relaunch_hub"],
+    "a process starts": ["run_clm", "guard", "relaunch_hub", "standby"],
     "what is asked for": ["check_config", "templates"],
     "one run": ["job", "starting_settings", "resume"],
     "the loop": ["trainer", "recovery", "votes", "evaluation", "checkpoint", "snapshots"],
