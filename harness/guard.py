@@ -27,6 +27,7 @@ from typing import Any, Protocol
 
 from harness import cgroups, guard_line, whereabouts
 from harness.guard_line import die_with_parent
+from harness.processes import open_standard_files
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
 from harness.standby import Standby
 
@@ -473,4 +474,5 @@ class Guard:
 
 def main() -> int:
     """Runs this very command again as a child under a guard."""
+    open_standard_files()
     return Guard([sys.executable, *sys.orig_argv[1:]]).run()

@@ -29,6 +29,21 @@ WATCH_S = 0.5
 LOST_GRACE_S = 2.0
 
 
+def open_standard_files() -> None:
+    """Where whoever started this process has closed its input, output or errors (`>&-`), they go nowhere: else what is opened next would
+    get their numbers, and everything that prints would fail.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(number, True)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 - lives as long as the process
+
+
 @dataclasses.dataclass(frozen=True)
 class Ended:
     """How a launcher ended.

@@ -31,6 +31,7 @@ from harness import build_locks, disk_room, guard_line, run_folder, standby, whe
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
 from harness.parsing import from_config, parse_args
+from harness.processes import open_standard_files
 from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
 
 log = logging.getLogger("harness")
@@ -41,6 +42,7 @@ RANK_0_TELLS_S = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses, checks, trains. Returns the exit code: 0 finished, 1 failed, 2 wrong input, 75 preempted after a complete save."""
+    open_standard_files()
     tokens = list(sys.argv[1:] if argv is None else argv)
     stand_by(tokens)
     started_s = time.time()

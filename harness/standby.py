@@ -33,6 +33,12 @@ _READY = b"ready"
 is_able = False
 
 
+def _begin(parent: int) -> None:
+    """Between fork and exec. A Ctrl-C reaches every process of a terminal: the guard too, which ends this one."""
+    guard_line.die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class Standby:
     """The guard's side: one waiting process.
 
@@ -53,7 +59,7 @@ class Standby:
                     command,
                     env={**os.environ, **environment, VARIABLE: str(theirs.fileno())},
                     pass_fds=(theirs.fileno(),),
-                    preexec_fn=lambda: guard_line.die_with_parent(parent),
+                    preexec_fn=lambda: _begin(parent),
                 )
 
     def has_ended(self) -> bool:
@@ -108,7 +114,7 @@ def wait_for_turn(prepare: Callable[[], object]) -> None:
     if number is None:
         return
     line = socket.socket(fileno=int(number))
-    with _changed("/proc/self/oom_score_adj", _FIRST_TO_GO), _interrupted_without_a_word():
+    with _changed("/proc/self/oom_score_adj", _FIRST_TO_GO):
         with _silence(), contextlib.suppress(Exception):
             prepare()
         packet, descriptors = b"", list[int]()
@@ -120,6 +126,7 @@ def wait_for_turn(prepare: Callable[[], object]) -> None:
         if not packet:  # the guard needs none any more
             os._exit(0)
         message = json.loads(packet)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.update(_renumber(message["environment"], dict(zip(message["descriptors"], descriptors, strict=True))))
 
 
@@ -134,16 +141,6 @@ def _renumber(environment: dict[str, str], numbers: Mapping[int, int]) -> dict[s
         renumbered[name] = str(numbers[int(environment[name])])
     held = {name: numbers[number] for name, number in json.loads(environment[guard_line.HELD_VARIABLE]).items()}
     return renumbered | {guard_line.HELD_VARIABLE: json.dumps(held)}
-
-
-@contextlib.contextmanager
-def _interrupted_without_a_word() -> Iterator[None]:
-    """Signals end a process that waits: one that reaches all processes has reached the guard too, and there will be no new start."""
-    old = signal.getsignal(signal.SIGINT)
-    if callable(old):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGINT, old)
 
 
 @contextlib.contextmanager

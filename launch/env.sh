@@ -20,14 +20,16 @@ install_all() {
     wanted="$(cat "$root/constraints.txt" "$root/setup.cfg" | sha256sum | cut -d ' ' -f 1)"
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
         echo "installing into $root/.venv"
-        [ -x "$root/.venv/bin/python" ] || "$base" -m venv "$root/.venv" || return 1
+        # Again where making it was interrupted; what is there stays.
+        "$root/.venv/bin/python" -m pip --version > /dev/null 2>&1 || "$base" -m venv "$root/.venv" || return 1
         python="$root/.venv/bin/python"
         # What is imported is compiled then; everything that is installed takes minutes. deepspeed's setup imports torch and numpy, so they
         # come first, and it is built without isolation. uv does the most of it in seconds; where it reaches no index, pip does it.
         local pip=("$python" -m pip --disable-pip-version-check --quiet install --no-compile -c "$root/constraints.txt")
-        "${pip[@]}" torch numpy setuptools wheel ninja packaging psutil py-cpuinfo pydantic uv || return 1
-        install_with_uv "$root[$extras]" ||
-            { "${pip[@]}" --no-build-isolation deepspeed && "${pip[@]}" --no-build-isolation -e "$root[$extras]"; } || return 1
+        "${pip[@]}" torch numpy setuptools wheel ninja packaging psutil py-cpuinfo pydantic uv &&
+            { install_with_uv "$root[$extras]" ||
+                { "${pip[@]}" --no-build-isolation deepspeed && "${pip[@]}" --no-build-isolation -e "$root[$extras]"; }; } ||
+            { echo "not installed: pip says above why (Retrying: its index does not answer)" >&2; return 1; }
         echo "$wanted" > "$stamp"
     fi
     find_python

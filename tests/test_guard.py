@@ -335,3 +335,19 @@ def test_a_signal_before_training_ends_a_run_that_waits(saves: bool, code: int, 
         process.kill()
         process.wait()
     assert process.returncode == code
+
+
+# ---- standard files
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_files_that_were_closed_go_nowhere(closed: str, tmp_path: Path) -> None:
+    """Without them a run's data would be printed into, and prints and flushes fail."""
+    code = (
+        "import os, subprocess, sys; from harness.processes import open_standard_files as ready; ready(); print('x', flush=True);"
+        "print('y', file=sys.stderr, flush=True); data = open(sys.argv[1], 'w'); assert data.fileno() > 2;"
+        "subprocess.run([sys.executable, '-c', 'import sys; print(1, flush=True); assert sys.stdout'], check=True)"
+    )
+    command = f'exec "$0" -c "$1" "$2" {closed}'
+    done = subprocess.run(["bash", "-c", command, sys.executable, code, str(tmp_path / "data")], cwd=ROOT, timeout=60)
+    assert done.returncode == 0 and (tmp_path / "data").read_text() == ""

@@ -99,8 +99,18 @@ def test_installs_again_when_the_pins_change(clone: Path, name: str) -> None:
     assert not [line for line in again if " venv " in line]
 
 
+def test_an_environment_without_pip_is_made_again(clone: Path) -> None:
+    """Its making was interrupted before pip was there."""
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/python").write_text("#!/bin/sh\nexit 1\n")
+    (clone / ".venv/bin/python").chmod(0o755)
+    assert bash(clone, INSTALL).returncode == 0
+    assert len([line for line in calls(clone) if " venv " in line]) == 1
+
+
 def test_a_failed_installation_is_tried_again(clone: Path) -> None:
-    assert bash(clone, INSTALL, FAKE_FAILING="-m uv|deepspeed").returncode == 1
+    failed = bash(clone, INSTALL, FAKE_FAILING="-m uv|deepspeed")
+    assert failed.returncode == 1 and "not installed: pip says above why" in failed.stderr
     assert calls(clone)[-1].endswith("deepspeed")
     assert bash(clone, INSTALL).returncode == 0
     assert len(installs_of(calls(clone))) == 2

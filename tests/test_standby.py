@@ -156,14 +156,24 @@ def test_without_it_a_new_process_is_started(standbys: Any, tmp_path: Path) -> N
     assert Standby([str(tmp_path / "no such program")], {}).has_ended()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_without_a_word(number: signal.Signals, standbys: Any, tmp_path: Path) -> None:
-    """Ctrl-C reaches every process of a terminal, and nothing of it is left for the next life."""
     standby = standbys()
     until(tmp_path / "waits")
     standby.process.send_signal(number)
     assert standby.process.wait(10) == -number
     assert (tmp_path / "out").read_text() == "" and give(standby) is None
+
+
+def test_an_interruption_is_left_to_the_guard(standbys: Any, tmp_path: Path) -> None:
+    """Ctrl-C reaches every process of a terminal, also one whose interpreter has only begun."""
+    standby = standbys()
+    standby.process.send_signal(signal.SIGINT)
+    until_ready(standby)
+    standby.process.send_signal(signal.SIGINT)
+    child = give(standby)
+    assert child is not None and child.wait(30) == 0
+    assert json.loads((tmp_path / "out").read_text())[0] == "your turn"
 
 
 def test_the_training_process_is_interrupted_as_ever(standbys: Any, tmp_path: Path) -> None:
