@@ -148,7 +148,7 @@ def _changed(path: str, value: str) -> Iterator[None]:
     """What the kernel keeps of this process is another while the block runs, where it may be set."""
     file, old = Path(path), ""
     with contextlib.suppress(OSError):
-        old = file.read_text()
+        old = file.read_text().rstrip("\n")
         file.write_text(value)
     try:
         yield
