@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import importlib.util
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from harness import cgroups, checkpoint_files, disk_room, guard_line, isolation, modeling, monitor, run_folder, standby, varlen_attention
+from harness import checkpoint_files, disk_room, isolation, modeling, monitor, run_folder, varlen_attention
 from harness.args import Arguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
@@ -32,9 +31,7 @@ from harness.engines.build import build_engine, master_dtype, resolve_precision,
 from harness.evaluation import Evaluator
 from harness.export import export_model, model_card, write_model_files
 from harness.findings import Finding, UserError, user_error
-from harness.host_threads import ask_cpu_once
 from harness.lora import BASE_FOLDER, adapter_facts, base_weights, check_first_update, export_adapter, untrained_flags, write_r_check
-from harness.machine import free_host_bytes
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
@@ -134,41 +131,6 @@ def check_same(coordinator: Coordinator, config: Any, tokenizer: Any, data: Any)
             wrong.append(Finding("error", key, message, "the same files on all nodes"))
     if wrong:
         raise UserError(wrong)
-
-
-# Memory of the host that a process takes which has imported everything, counted generously, and the cores that its imports keep busy.
-STANDBY_BYTES = 2 * 2**30
-STANDBY_CORES = 2
-
-
-def ask_for_standby(args: Arguments, coordinator: Coordinator) -> bool:
-    """Has the guard keep a process ready for the next life, where there may be one (`--oom_standby`). Returns whether it was asked."""
-    wanted = args.train.oom_standby
-    if args.train.no_oom_recovery or wanted == "off" or not standby.is_able:
-        return False
-    if wanted == "auto":
-        num_local = coordinator.num_local_processes
-        has_room = free_host_bytes() >= 4 * STANDBY_BYTES * num_local and cgroups.usable_cores() >= STANDBY_CORES * num_local
-        ran_out = (guard_line.cause() or {}).get("memory") == "host"  # of what such a process takes more of
-        if coordinator.device.type != "cuda" or not has_room or ran_out:
-            return False
-    if not guard_line.ask_for_standby():
-        return False
-    log.info("a process beside each rank's imports everything and waits, for a new start after an out-of-memory (--oom_standby off: none)")
-    return True
-
-
-def import_ahead(args: Arguments, engine_name: str) -> None:
-    """Imports what a run with these arguments will, without touching a GPU."""
-    config = modeling.load_config(args.model)
-    tokenizer = modeling.load_tokenizer(args.model)
-    modeling.build_empty(args.model, config, tokenizer, dtype=torch.bfloat16, seed=args.train.seed)
-    names = [f"harness.engines.{engine_name}", "torch._dynamo", "transformers.optimization", "transformers.trainer_pt_utils", "peft"]
-    if engine_name == "zero":  # its Muon comes with any optimizer
-        names += ["deepspeed.ops.adam", "deepspeed.module_inject", "deepspeed.runtime.zero.muon.muon_optimizer"]
-        ask_cpu_once()
-    for name in names:
-        importlib.import_module(name)
 
 
 def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: contextlib.ExitStack) -> None:

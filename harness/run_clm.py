@@ -17,6 +17,7 @@ if __package__ in (None, ""):  # run by path: the clone's root, not harness/, is
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import contextlib
+import importlib
 import logging
 import os
 import signal
@@ -64,9 +65,10 @@ def _prepare(tokens: Sequence[str]) -> None:
     """What needs neither a GPU nor another rank."""
     args = parse_args(tokens)
     _set_environment(Path(str(args.train.output_dir)))  # before torch is there
-    from harness import hub, job
+    from harness import hub, next_life
 
-    job.import_ahead(args, check(args))
+    importlib.import_module("harness.job")  # whatever the check finds
+    next_life.import_ahead(args, check(args))
     hub.answers.cache_clear()  # it is asked again when the turn comes
 
 
@@ -92,7 +94,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     rank = int(os.environ.get("RANK", "0"))
     whereabouts.begin()
     engine = check(args, train_dataset)
-    from harness import coordination, job, oom_reports, recovery
+    from harness import coordination, job, next_life, oom_reports, recovery
 
     # torch 2.13 announces other names for collectives that DeepSpeed and older torch do not have, once per call site and rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
@@ -107,7 +109,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         return FAILED
     guard_line.join_hub(coordinator.broadcast)
     guard_line.tell_folder(folder, started_s)
-    job.ask_for_standby(args, coordinator)
+    next_life.ask_for_standby(args, coordinator)
     stop = coordination.StopFlag()
     _take_signals(stop)
     _end_before_training(stop, folder, rank, started_s)

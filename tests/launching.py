@@ -203,6 +203,15 @@ class Launch:
                 return
 
 
+def children_of(pid: int) -> list[int]:
+    """In the order in which they were started.
+
+    Raises:
+        OSError: there is no such process.
+    """
+    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()

@@ -14,6 +14,7 @@ import pytest
 
 from harness import build_locks
 from harness.build_locks import LockedBuildError, clear_abandoned_locks, extensions_folder, is_compiled, limit_waits, this_machine
+from tests.launching import children_of
 
 
 def lock_of(root: Path, name: str, age_s: float = 0.0, mark: str = "") -> Path:
@@ -196,8 +197,7 @@ def test_a_compilation_that_is_ended_gives_its_lock_back(tmp_path: Path) -> None
     compiling = subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.DEVNULL, start_new_session=True)
     try:
         deadline = time.monotonic() + 60
-        children = Path(f"/proc/{compiling.pid}/task/{compiling.pid}/children")
-        while not ((tmp_path / "build.ninja").exists() and children.read_text()):  # the compiler is at work
+        while not ((tmp_path / "build.ninja").exists() and children_of(compiling.pid)):  # the compiler is at work
             assert time.monotonic() < deadline and compiling.poll() is None
             time.sleep(0.05)
         guard.kill()

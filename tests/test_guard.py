@@ -202,6 +202,16 @@ def test_a_signal_from_outside_is_named(victim: int, num_ranks: int, tmp_path: P
     assert "was killed by signal 9 (SIGKILL)" in str(guards.processes[victim].stderr.read())  # type: ignore[union-attr]
 
 
+def guard_over(child: Any, monkeypatch: pytest.MonkeyPatch) -> guard.Guard:
+    """The guard of a job of one process, in this process, which keeps its signals; `child` is what it starts."""
+    monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: child)
+    monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
+    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return guard.Guard(["true"])
+
+
 def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended:
         returncode = -9
@@ -211,12 +221,7 @@ def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path
 
     kills = iter([3, 4, 4, 5])
     monkeypatch.setattr(guard.cgroups, "num_kernel_kills", lambda: next(kills))
-    monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: Ended())
-    monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
-    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    parent = guard.Guard(["true"])
+    parent = guard_over(Ended(), monkeypatch)
     parent.folder = tmp_path
     parent._start()
     assert parent._after_end(parent.child) is None  # all start again
@@ -234,12 +239,7 @@ def test_the_kernel_may_choose_another_process_first(seconds: float, is_kernel: 
     now, kills = [100.0], [3]
     monkeypatch.setattr(guard.cgroups, "num_kernel_kills", lambda: kills[0])
     monkeypatch.setattr(guard.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(guard.signal, "signal", lambda number, action: None)
-    monkeypatch.setattr(guard.signal, "set_wakeup_fd", lambda descriptor: -1)
-    monkeypatch.setattr(guard.Guard, "start_child", lambda self, environment, descriptors: None)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    parent = guard.Guard(["true"])
+    parent = guard_over(None, monkeypatch)
     parent._start()
     assert parent._why(-9) is None
     kills[0] = 4

@@ -19,7 +19,7 @@ from harness import guard_line, whereabouts
 from harness.guard import parent_of
 from harness.standby import NAME, VARIABLE, Standby, wait_for_turn
 from tests.faults import jobs
-from tests.launching import ROOT, Launch, launch_environment
+from tests.launching import ROOT, Launch, children_of, launch_environment
 
 # Says when it waits, and when its turn has come what it was given.
 WAITING = """
@@ -72,11 +72,6 @@ def until(path: Path, is_there: Callable[[Path], bool] = Path.exists) -> None:
 def until_ready(standby: Standby) -> None:
     assert standby.line is not None
     assert select.select([standby.line], [], [], 30)[0]
-
-
-def children(pid: int) -> list[int]:
-    """In the order in which they were started."""
-    return [int(number) for number in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def give(standby: Standby) -> subprocess.Popen[bytes] | None:
@@ -202,7 +197,7 @@ def test_a_run_goes_on_in_the_process_that_waited(tmp_path: Path) -> None:
     launch = Launch([*worker, *command], environment, output, ROOT)
     try:
         launch.wait_for("train | step: 1/24")
-        first, second = children(launch.process.pid)
+        first, second = children_of(launch.process.pid)
         os.kill(first, signal.SIGSTOP)
         until(Path(f"/proc/{second}/comm"), lambda path: path.read_text().strip() == NAME)
         os.kill(first, signal.SIGCONT)

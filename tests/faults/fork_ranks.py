@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from harness.guard import NO_GUARD_VARIABLE, Child, Guard, die_with_parent, needs_guard, parent_of
 from tests.faults import forked_script
-from tests.launching import Result, output_dir_of
+from tests.launching import Result, children_of, output_dir_of
 
 # torch's autograd and gloo start threads in the ranks; the server must have none, for a fork copies only the thread that forks.
 _SERVER_ENVIRONMENT = {
@@ -286,7 +286,7 @@ def child_of(pid: int, timeout_s: float = 30.0) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError, IndexError):
-            return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+            return children_of(pid)[0]
         time.sleep(0.005)
     raise AssertionError(f"process {pid} has no child")
 
