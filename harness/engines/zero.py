@@ -24,6 +24,7 @@ from harness import zero_adam
 from harness.batches import MicroBatch, StepBatch
 from harness.blocks import Blocks, compile_backend
 from harness.build_locks import LockedBuildError, clear_abandoned_locks, is_compiled, limit_waits
+from harness.engines import zero_reset
 from harness.engines.base import Build, micro_batch_loss, place_schedule, renew_rates, trained
 from harness.host_copies import HostCopies
 from harness.host_threads import ask_cpu_once, take_cores
@@ -292,71 +293,7 @@ class ZeroEngine:
         return torch.as_tensor(float("nan") if norm is None else float(norm))
 
     def reset_step(self) -> None:
-        optimizer = self.engine.optimizer
-        if self.stage == 3:
-            self._reset_stage3(optimizer)
-        else:
-            self._reset_stage12(optimizer)
-        for parameter in self.module.parameters():
-            parameter.grad = None
-        optimizer.zero_grad(set_to_none=True)
-
-    def _reset_stage3(self, optimizer: Any) -> None:
-        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-        coordinator = optimizer.parameter_offload.get_param_coordinator()
-        self._drop_gathers()
-        coordinator.release_backward_leftovers()
-        if not coordinator.is_invalid_trace():
-            coordinator._invalidate_trace()
-        for parameter in self.module.parameters():
-            if parameter.ds_status == ZeroParamStatus.INFLIGHT:  # marked, but its gather never began
-                parameter.ds_status = ZeroParamStatus.NOT_AVAILABLE
-                parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        self.engine.empty_partition_cache()
-        coordinator._PartitionedParameterCoordinator__n_available_params = 0  # it counts gathers that never came to their end, too
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.params.clear()
-            bucket.elements = 0
-        if optimizer.offload_optimizer:
-            optimizer.norm_for_param_grads = {}
-            getattr(optimizer, "_offload_boundary_param_ids", set()).clear()
-        optimizer.averaged_gradients = {}
-
-    def _drop_gathers(self) -> None:
-        """Ends what is still being gathered, without its weights.
-
-        DeepSpeed's own way is to wait for each gather, and that copies weights out of its buffer: where memory ran out in such a copy, half
-        of the buffer's weights are marked as there, which the next wait takes for an error; and it would run out again.
-        """
-        registry = getattr(self.module, "ds_inflight_param_registry", None)
-        if registry is None:
-            return
-        for handle in {id(handle): handle for handle in registry.values()}.values():
-            for each in getattr(handle, "handles", [handle]):
-                work = getattr(each, "allgather_handle", None) or getattr(each, "_AllGatherHandle__handle", None)
-                if work is not None:
-                    work.wait()
-                    each.complete = each._AllGatherHandle__complete = True
-        registry.clear()
-
-    def _reset_stage12(self, optimizer: Any) -> None:
-        for bucket in optimizer.ipg_buckets.values():
-            bucket.clear()
-            bucket.index = 0
-        optimizer.extra_large_param_to_reduce.clear()  # one larger than the bucket, waiting for its reduction
-        optimizer._clear_previous_reduced_grads()
-        optimizer.reset_partition_gradient_structures()
-        for index in range(len(optimizer.params_already_reduced)):
-            optimizer.params_already_reduced[index] = False
-        optimizer.grads_in_partition = None
-        optimizer.grads_in_partition_offset = 0
-        optimizer.averaged_gradients = {}
-        optimizer.micro_step_id = -1
-        if optimizer.cpu_offload:
-            optimizer.accumulated_grads_in_cpu = {}
-            optimizer.norm_for_param_grads = {}
-            optimizer.local_overflow = False
+        zero_reset.reset(self.engine)
 
     @torch.no_grad()
     def eval_loss(self, micro: MicroBatch) -> Tensor:

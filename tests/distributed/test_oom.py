@@ -28,7 +28,7 @@ def job(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     (folder / "data.txt").write_text("".join(f"line {number} of a text that is long enough to train on\n" for number in range(300)))
     result = run(server, folder, "clean", 1, [], "")
     assert result.returncode == 0, result.stdout
-    return {"folder": folder, "losses": result.losses, "evaluations": evaluations(result)}
+    return {"folder": folder, "losses": result.losses, "gradient_norms": gradient_norms(result), "evaluations": evaluations(result)}
 
 
 def arguments(folder: Path, name: str, num_processes: int, more: list[str]) -> list[str]:
@@ -59,6 +59,11 @@ def run(server: ForkServer, folder: Path, name: str, num_processes: int, more: l
 
 def evaluations(result: Result) -> list[float]:
     return [row["eval_loss"] for row in result.metrics() if row["kind"] == "eval"]
+
+
+def gradient_norms(result: Result) -> list[float]:
+    """Adam takes gradients of any scale, so losses do not tell one that was summed twice."""
+    return [row["grad_norm"] for row in result.rows]
 
 
 STEP = "step"
@@ -119,6 +124,7 @@ def check(result: Result, job: dict[str, Any], places: list[tuple[str, str]]) ->
     for _, place in places:
         assert f"out of memory in {place}" in result.stdout, place
     assert result.losses == pytest.approx(job["losses"], rel=1e-4)
+    assert gradient_norms(result) == pytest.approx(job["gradient_norms"], rel=1e-4)
     assert evaluations(result) == pytest.approx(job["evaluations"], rel=1e-4)
     assert [row["step"] for row in result.rows] == list(range(1, STEPS + 1))
     ladder = json.loads((result.output_dir / "ladder.json").read_text())  # type: ignore[operator]
