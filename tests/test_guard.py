@@ -92,22 +92,27 @@ if guard.needs_guard():
     sys.exit(guard.main())
 rank, size, life = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), guard_line.attempt()
 
+def write(name, value):
+    path = folder / f".{name}-{rank}"
+    path.write_text(json.dumps(value))
+    path.rename(folder / name)  # read by others as soon as it is there
+
 def broadcast(value):
     path = folder / f"hub-{life}"
     if rank == 0:
-        path.with_suffix(".tmp").write_text(json.dumps(value)); path.with_suffix(".tmp").rename(path)
+        write(path.name, value)
     while not path.exists():
         time.sleep(0.01)
     return json.loads(path.read_text())
 
 if kind == "late" and rank != victim and life == 0:
-    (folder / f"life-{life}-{rank}").write_text(json.dumps(["", None, "", os.getpid()]))
+    write(f"life-{life}-{rank}", ["", None, "", os.getpid()])
     time.sleep(1)  # the other has long asked for a new start when this one's guard learns where the hub is
 guard_line.join_hub(broadcast)
 guard_line.tell_folder(folder, 0.0)
 memory = guard_line.held().get("state")
 seen = os.pread(memory, 3, 0).decode() if memory is not None else ""
-(folder / f"life-{life}-{rank}").write_text(json.dumps([os.environ["MASTER_PORT"], guard_line.cause(), seen, os.getpid()]))
+write(f"life-{life}-{rank}", [os.environ["MASTER_PORT"], guard_line.cause(), seen, os.getpid()])
 while not all((folder / f"life-{life}-{other}").exists() for other in range(size)):
     time.sleep(0.01)
 if life == 0:
