@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 
 from harness.engines import fsdp_reset
 from launch.machine import free_port
+from tests.faults.fork_ranks import ForkServer
 
 PUBLIC, OWN = "public reset", "reset for older torch"
 PLACES = ("forward of micro-batch 2", "backward of micro-batch 1", "backward of micro-batch 2", "recompute of micro-batch 2")
@@ -75,19 +77,20 @@ def step(model: Any, batches: list[torch.Tensor], fail_at: str) -> bool:
     return failed
 
 
-def rank_main(rank: int, port: int, ways: list[str], wrong: Any) -> None:
+def rank_main(rank: int, port: int, ways: list[str]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     source = torch.Generator().manual_seed(rank)
     batches = [torch.randint(0, 64, (2, 16), generator=source) for _ in range(2)]
+    wrong = []
     for way, place in itertools.product(ways, PLACES):
         model = build(recompute=place.startswith("recompute"))
         assert not step(model, batches, "")
         expected = gradients(model)
         model.zero_grad()
         if not step(model, batches, place):
-            wrong.put(f"{way}, {place}: nothing failed")
+            wrong.append(f"{way}, {place}: nothing failed")
         model.zero_grad()
         if way == PUBLIC:
             model.reset_iter_state()
@@ -97,19 +100,20 @@ def rank_main(rank: int, port: int, ways: list[str], wrong: Any) -> None:
         assert not step(model, batches, "")
         bad = [index for index, (one, two) in enumerate(zip(gradients(model), expected, strict=True)) if not torch.equal(one, two)]
         if bad:
-            wrong.put(f"{way}, {place}: gradients {bad} differ")
+            wrong.append(f"{way}, {place}: gradients {bad} differ")
     dist.barrier()
     dist.destroy_process_group()
+    assert not wrong, "\n".join(wrong)
 
 
-def test_recovered_gradients_are_right() -> None:
-    """Both ways in one pair of processes, whose imports take longest."""
+def two_ranks(ways: list[str]) -> None:
+    mp.start_processes(rank_main, args=(free_port(), ways), nprocs=2, start_method="fork")
+
+
+def test_recovered_gradients_are_right(server: ForkServer, tmp_path: Path) -> None:
+    """Both ways in one pair of processes, forked where everything is imported."""
     from torch.distributed.fsdp import FSDPModule
 
-    ways = [PUBLIC, OWN] if hasattr(FSDPModule, "reset_iter_state") else [OWN]
-    wrong = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_main, args=(free_port(), ways, wrong), nprocs=2)
-    messages = []
-    while not wrong.empty():
-        messages.append(wrong.get())
-    assert messages == []
+    from tests.distributed import test_fsdp_reset
+
+    server.call(test_fsdp_reset.two_ranks, [PUBLIC, OWN] if hasattr(FSDPModule, "reset_iter_state") else [OWN], output=tmp_path / "out")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.engines import zero_reset
 from launch.machine import free_port
+from tests.faults.fork_ranks import ForkServer
 
 # What the retry does is two micro-batches where the failed try was one, and three where it was two.
 PLACES = (
@@ -122,7 +124,7 @@ def two_steps(engine: Any, samples: list[torch.Tensor], fail_at: str) -> tuple[l
     return weights(engine), norms, failed
 
 
-def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]], wrong: Any) -> None:
+def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     import deepspeed
 
@@ -133,33 +135,36 @@ def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]], wrong: An
     gc.freeze()  # DeepSpeed collects garbage whenever an engine is built
     source = torch.Generator().manual_seed(rank)
     samples = [torch.randint(0, 32, (6, 8), generator=source) for _ in range(2)]
+    wrong = []
     for case in cases:
         expected, norms, _ = two_steps(build(config(*case)), samples, "")
         for place in PLACES:
             got, got_norms, failed = two_steps(build(config(*case)), samples, place)
             if not failed:
-                wrong.put(f"stage {case}, {place}: nothing failed")
+                wrong.append(f"stage {case}, {place}: nothing failed")
             bad = [index for index, (one, two) in enumerate(zip(got, expected, strict=True)) if not torch.equal(one, two)]
             if bad or got_norms != norms:
-                wrong.put(f"stage {case}, {place}: weights {bad} differ, norms {got_norms} instead of {norms}")
+                wrong.append(f"stage {case}, {place}: weights {bad} differ, norms {got_norms} instead of {norms}")
     dist.barrier()
     dist.destroy_process_group()
+    assert not wrong, "\n".join(wrong)
 
 
-def check(cases: list[tuple[int, str, str]]) -> None:
-    """All in one pair of processes, whose imports take longest."""
-    wrong = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(rank_main, args=(free_port(), cases, wrong), nprocs=2)
-    messages = []
-    while not wrong.empty():
-        messages.append(wrong.get())
-    assert not messages, "\n".join(messages)
+def two_ranks(cases: list[tuple[int, str, str]]) -> None:
+    mp.start_processes(rank_main, args=(free_port(), cases), nprocs=2, start_method="fork")
 
 
-def test_updates_after_a_failed_try_are_right() -> None:
-    check([(2, "cpu", "fp32"), (2, "cpu", "bf16, sums in fp32"), (3, "cpu", "bf16")])
+def check(server: ForkServer, cases: list[tuple[int, str, str]], output: Path) -> None:
+    """All in one pair of processes, forked where everything is imported."""
+    from tests.distributed import test_zero_reset
+
+    server.call(test_zero_reset.two_ranks, cases, output=output)
+
+
+def test_updates_after_a_failed_try_are_right(server: ForkServer, tmp_path: Path) -> None:
+    check(server, [(2, "cpu", "fp32"), (2, "none", "bf16"), (3, "cpu", "bf16")], tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_updates_after_a_failed_try_are_right_under_every_stage() -> None:
-    check(list(itertools.product((1, 2, 3), DEVICES, DTYPES)))
+def test_updates_after_a_failed_try_are_right_under_every_stage(server: ForkServer, tmp_path: Path) -> None:
+    check(server, list(itertools.product((1, 2, 3), DEVICES, DTYPES)), tmp_path / "out")

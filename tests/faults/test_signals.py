@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults import jobs
+from tests.faults import forked_script, jobs
 from tests.faults.fork_ranks import ForkServer, child_of, is_running
 from tests.launching import ROOT, Kind, Launch, Result, launched
 
@@ -124,8 +124,11 @@ def test_stopped_runs_go_on_exactly(
     size, engine, options = LAUNCHERS[kind]
     output, step = tmp_path / "out", 0
     arguments = command(inputs, output, engine)
-    for stop in stops:
-        with launched(kind, size, arguments, output_dir=output, **options) as launch:
+    # The launcher of a later life is its own, also where what it starts is forked.
+    forked = {"script": Path(forked_script.__file__), "extra_env": {forked_script.SERVER_VARIABLE: server.address}}
+    for number, stop in enumerate(stops):
+        ways = options | (forked if number and last == "forked" else {})
+        with launched(kind, size, arguments, output_dir=output, **ways) as launch:
             wait_for_next_steps(launch, output, step)
             STOPS[stop](launch)
             step = check_stopped(launch.finish(400, orphans_s=GONE_WITHIN_S), output, step)
