@@ -1,4 +1,6 @@
-"""Compiles DeepSpeed's CPU Adam beside training: `python -m harness.compile_ahead <process id of the guard> [builders, CPUAdamBuilder]`.
+"""Compiles DeepSpeed's CPU Adam beside training: `python -m harness.compile_ahead <process id of the guard> [builders]`.
+
+Operators of the builders that are named instead are compiled without standing back for others: somebody waits for them.
 
 It outlives the training process that started it, because the one that comes in its place is the one that needs the operator; it ends with
 the guard. However it is ended, it gives torch's lock back, so that whoever waits for the operator compiles it instead.
@@ -40,14 +42,16 @@ def end_with(process_id: int) -> None:
 
 def main() -> int:
     end_with(int(sys.argv[1]))
-    with contextlib.suppress(OSError):
-        os.nice(15)
+    named = sys.argv[2:]
+    if not named:
+        with contextlib.suppress(OSError):
+            os.nice(15)
     find_ninja()
     clear_abandoned_locks()
     limit_waits(_LIMIT_S)
     from deepspeed.accelerator import get_accelerator
 
-    for name in sys.argv[2:] or ["CPUAdamBuilder"]:
+    for name in named or ["CPUAdamBuilder"]:
         if (builder := get_accelerator().create_op_builder(name)) is not None:  # else this accelerator has no such operator
             builder.load(verbose=False)
     return 0

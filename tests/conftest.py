@@ -6,6 +6,7 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,11 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.faults.fork_ranks import ForkServer
+
+# Under nohup, and in the background of a script, signals are ignored that tests send; what they start inherits that.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # What runs remember of their checkpoints stays out of the home folder of whoever tests.
 if "HARNESS_STATE_DIR" not in os.environ:  # else a worker of pytest-xdist, which has its controller's

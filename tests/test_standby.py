@@ -153,8 +153,6 @@ def test_without_it_a_new_process_is_started(standbys: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_without_a_word(number: signal.Signals, standbys: Any, tmp_path: Path) -> None:
-    if signal.getsignal(number) == signal.SIG_IGN:
-        pytest.skip("these tests run where it is ignored, as under nohup")
     standby = standbys()
     until(tmp_path / "waits")
     standby.process.send_signal(number)
