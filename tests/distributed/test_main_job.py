@@ -201,9 +201,9 @@ CASES: dict[str, tuple[Kind | Literal["fork"], int, int, str, list[str], dict[st
 
 
 # What other cases cover too is left to the long form.
-LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2", "deepspeed-zero2_offload")
+LONG = ("torchrun-fsdp", "torchrun-zero2", "deepspeed-zero2", "deepspeed-zero2_offload", "deepspeed-module")
 # Each launcher starts the script itself once; with its other templates, in the short form, one whose training processes are forked.
-WHOLE = ("python", "torchrun-ddp", "accelerate-full_shard", "deepspeed-zero3", "deepspeed-module")
+WHOLE = ("python", "torchrun-ddp", "accelerate-full_shard", "deepspeed-zero3")
 FORMS = [
     *((name, CASES[name][0] != "fork" and name not in WHOLE) for name in CASES if name not in LONG),
     *(pytest.param(name, False, marks=pytest.mark.slow) for name in CASES if CASES[name][0] != "fork" and name not in WHOLE),
