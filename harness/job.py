@@ -273,7 +273,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         engine.close()
     if coordinator.is_main_process:
         _say_steps_down(trainer)
-        _say_where(folder, finished)
+        _say_where(folder, args, finished)
     return finished
 
 
@@ -595,7 +595,7 @@ def _say_steps_down(trainer: Trainer) -> None:
         log.info("  rank %s, %s: %s (%s, %.1f s)", step["rank"], step["phase"], step["change"], step["way"], step.get("seconds", 0.0))
 
 
-def _say_where(folder: Path, finished: bool) -> None:
+def _say_where(folder: Path, args: Arguments, finished: bool) -> None:
     """Ends the log with where everything is, and draws the loss, if nobody waits for the end."""
     if finished and importlib.util.find_spec("matplotlib") is not None and (folder / METRICS_FILE).exists():
         from harness.parse_log import plot_losses
@@ -608,4 +608,5 @@ def _say_where(folder: Path, finished: bool) -> None:
         if (folder / name).exists():
             log.info("%-12s %s", label + ":", folder / name)
     if not finished:
-        log.info("run the same command again to go on")
+        without = ", without --overwrite_output_dir" if args.train.overwrite_output_dir else ""
+        log.info("run the same command again%s to go on", without)

@@ -32,7 +32,7 @@ from harness.hub import stay_offline_without_hub
 from harness.initialisation import initialise, owners_of, seeded
 from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
-from harness.user_files import open_regular
+from harness.user_files import open_regular, parse_json
 
 log = logging.getLogger("harness")
 
@@ -187,8 +187,14 @@ def _unreadable_config(source: str) -> str | None:
         return None
     try:
         open_regular(path).close()
+        values = parse_json(path.read_text(encoding="utf-8")) if path.is_file() else None  # a pipe can be read once
     except OSError as error:
         return f"{path} {error.strerror if error.errno == errno.EINVAL else f'cannot be read: {error.strerror}'}"
+    except ValueError:
+        return None  # said where it is loaded
+    if isinstance(values, dict) and {"output_dir", "model_name_or_path"} <= values.keys():
+        # Its `model_type` alone would be taken for that architecture's defaults.
+        return f"{path} holds a run's arguments; its model's config is {path.parent / 'model' / 'config.json'}"
     return None
 
 

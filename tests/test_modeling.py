@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from harness.modeling import (
     load_tokenizer,
     num_parameters,
 )
+from harness.parsing import parse_args
 
 CPU = torch.device("cpu")
 TINY = "hidden_size=32,intermediate_size=48,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,max_position_embeddings=64"
@@ -172,8 +174,6 @@ def test_an_untied_head_that_is_not_stored_is_missing_and_a_tied_one_is_not(tmp_
 
 
 def test_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
-    import json
-
     stored(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}))
@@ -223,8 +223,6 @@ def test_only_rows_of_new_tokens_are_drawn(tmp_path: Path) -> None:
     ],
 )
 def test_values_of_a_config_that_no_model_can_have_are_named(change: dict[str, Any], key: str, message: str, tmp_path: Path) -> None:
-    import json
-
     config = scratch().config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError) as caught:
@@ -332,6 +330,15 @@ def test_documents_of_a_pack_do_not_see_each_other() -> None:
     alone = model(input_ids=ids[:, 8:]).logits
     assert torch.equal(packed[:, 8:], other[:, 8:])
     assert torch.allclose(packed[:, 8:], alone, atol=1e-5)
+
+
+def test_a_runs_arguments_are_no_models_config(tmp_path: Path) -> None:
+    """Both are in a config.json, and both name an architecture: the run's would be a model of that architecture's default size."""
+    arguments = parse_args(["--model_type", "llama", "--output_dir", str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps(arguments.to_dict()))
+    for source in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(UserError, match=r"holds a run's arguments; its model's config is .*/model/config.json"):
+            load_config(ModelArguments(config_name=str(source)))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "gpt2", "mistral"])

@@ -321,6 +321,7 @@ def test_a_folder_takes_the_same_run_cut_otherwise(tmp_path: Path) -> None:
 
     tmp_path.joinpath("config.json").write_text(json.dumps(parse_args(["--model_type", "llama", "--output_dir", "x"]).to_dict()))
     assert start("--sequence_parallel_size", "2", "--activation_checkpointing", "full") == []
+    assert start("--oom_standby", "on", "--oom_snapshot", "--snapshot_steps", "3") == []
     with pytest.raises(UserError, match=r"holds another run \(learning_rate 5e-05 -> 0.1\)") as error:
         start("--learning_rate", "0.1")
     assert "--force_resume" in error.value.findings[0].fix and "--overwrite_output_dir" in error.value.findings[0].fix
