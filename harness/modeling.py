@@ -31,6 +31,7 @@ from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
 from harness.initialisation import initialise, owners_of, seeded
 from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
+from harness.run_folder import is_a_runs
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
 from harness.user_files import open_regular, parse_json
 
@@ -192,7 +193,7 @@ def _unreadable_config(source: str) -> str | None:
         return f"{path} {error.strerror if error.errno == errno.EINVAL else f'cannot be read: {error.strerror}'}"
     except ValueError:
         return None  # said where it is loaded
-    if isinstance(values, dict) and {"output_dir", "model_name_or_path"} <= values.keys():
+    if is_a_runs(values):
         # Its `model_type` alone would be taken for that architecture's defaults.
         return f"{path} holds a run's arguments; its model's config is {path.parent / 'model' / 'config.json'}"
     return None

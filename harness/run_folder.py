@@ -200,13 +200,17 @@ def prepare(folder: Path, args: Arguments) -> list[Finding]:
     return []
 
 
+def is_a_runs(values: object) -> bool:
+    """Whether a config.json holds what `write_facts` wrote: of any version, so by some names that it always had. A model's has none."""
+    return isinstance(values, dict) and {"output_dir", "per_device_train_batch_size", "learning_rate"} <= set(values)
+
+
 def _is_of_a_run(config: Path) -> bool:
-    """Whether a config.json is one that `write_facts` wrote: of any version, so by some names that it always had. A model's has none."""
+    """Whether a config.json is a run's."""
     try:
-        values = parse_json(config.read_text(encoding="utf-8"))
+        return is_a_runs(parse_json(config.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return True  # ours or not, it is not touched: the differences say that it cannot be read
-    return isinstance(values, dict) and {"output_dir", "per_device_train_batch_size", "learning_rate"} <= set(values)
 
 
 def _move_aside(folder: Path) -> list[Finding]:

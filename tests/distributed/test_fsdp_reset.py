@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from harness.engines import fsdp_reset
 from launch.machine import free_port
+from tests.distributed.failing_step import fails
 from tests.faults.fork_ranks import ForkServer
 
 PUBLIC, OWN = "public reset", "reset for older torch"
@@ -55,26 +56,8 @@ def gradients(model: Any) -> list[torch.Tensor]:
 
 def step(model: Any, batches: list[torch.Tensor], fail_at: str) -> bool:
     """Two micro-batches; True when the wanted failure came."""
-    target, count = model.model.layers[1].mlp, {"micro": 0}
-
-    def fail(kind: str) -> None:
-        if fail_at == f"{kind} of micro-batch {count['micro']}":
-            raise torch.OutOfMemoryError("injected")
-
-    def forward(*_: Any) -> None:
-        fail("recompute" if torch._C._current_graph_task_id() != -1 else "forward")
-
-    hooks = [target.register_forward_pre_hook(forward), target.register_full_backward_hook(lambda *_: fail("backward"))]
-    failed = False
-    try:
-        for ids in batches:
-            count["micro"] += 1
-            model(input_ids=ids, labels=ids).loss.backward()
-    except torch.OutOfMemoryError:
-        failed = True
-    for hook in hooks:
-        hook.remove()
-    return failed
+    runs = [lambda ids=ids: model(input_ids=ids, labels=ids).loss.backward() for ids in batches]
+    return fails(model.model.layers[1].mlp, runs, fail_at)
 
 
 def rank_main(rank: int, port: int, ways: list[str]) -> None:

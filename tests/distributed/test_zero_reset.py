@@ -6,6 +6,7 @@ last's. The loss of the step was right, and Adam takes gradients of any scale, s
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import os
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.engines import zero_reset
 from launch.machine import free_port
+from tests.distributed.failing_step import fails
 from tests.faults.fork_ranks import ForkServer
 
 # What the retry does is two micro-batches where the failed try was one, and three where it was two.
@@ -81,28 +83,12 @@ def build(ds_config: dict[str, Any]) -> Any:
 
 def micro_batches(engine: Any, batches: list[torch.Tensor], fail_at: str) -> bool:
     """All micro-batches of a step; True when the wanted failure came."""
-    target, count = engine.module.blocks[1], {"micro": 0}
 
-    def fail(kind: str) -> None:
-        if fail_at == f"{kind} of micro-batch {count['micro']}":
-            raise torch.OutOfMemoryError("injected")
+    def run(ids: torch.Tensor) -> None:
+        engine.set_gradient_accumulation_boundary(ids is batches[-1])
+        engine.backward(engine(ids) * (len(ids) / 6), scale_wrt_gas=False)
 
-    def forward(*_: Any) -> None:
-        fail("recompute" if torch._C._current_graph_task_id() != -1 else "forward")
-
-    hooks = [target.register_forward_pre_hook(forward), target.register_full_backward_hook(lambda *_: fail("backward"))]
-    failed = False
-    try:
-        for index, ids in enumerate(batches):
-            count["micro"] += 1
-            engine.set_gradient_accumulation_boundary(index == len(batches) - 1)
-            engine.backward(engine(ids) * (len(ids) / 6), scale_wrt_gas=False)
-            fail("end")
-    except torch.OutOfMemoryError:
-        failed = True
-    for hook in hooks:
-        hook.remove()
-    return failed
+    return fails(engine.module.blocks[1], [functools.partial(run, ids) for ids in batches], fail_at)
 
 
 def weights(engine: Any) -> list[torch.Tensor]:
