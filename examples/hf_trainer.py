@@ -9,6 +9,7 @@ With `--oom_recovery` its Trainer is the one of harness.callbacks, which redoes 
 from __future__ import annotations
 
 import dataclasses
+import time
 from pathlib import Path
 
 import torch
@@ -65,6 +66,10 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_state()
+    # On CPUs (gloo) a process that ends while a thread still holds the last collective's tensors is aborted: all training done, code 134.
+    trainer.accelerator.wait_for_everyone()
+    time.sleep(0.1)
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
