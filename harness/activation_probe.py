@@ -45,7 +45,7 @@ class ProbeRequest:
         weights: "bf16" (parameters in 16 bits, no autocast), "autocast" (float32 parameters, 16-bit autocast), "fp32".
         checkpointing: modes of activation checkpointing.
         loss_chunks: chunk sizes of the loss, tokens; 0 is all at once.
-        lora: keyword arguments of peft's LoraConfig, or None.
+        lora: values of LoraArguments, or None.
         documents: attention keeps the documents of a pack apart, so a mask exists, unless `attention` needs none: flash and flex
             attention, and varlen where the model can take it.
         sequence_parallel_size: processes that share each sample; what one of them has is measured.
@@ -117,15 +117,10 @@ def build(request: ProbeRequest) -> Any:
     if problems := list(model_findings(request.sequence_parallel_size, lambda name: getattr(text, name, None))):
         raise UserError(problems)
     if request.lora:
-        from peft import LoraConfig, get_peft_model
+        from harness.args import LoraArguments
+        from harness.lora import attach_lora
 
-        linear = {name.rpartition(".")[2]: None for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-        try:
-            with torch.device("meta"):
-                model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **request.lora), low_cpu_mem_usage=True).base_model.model
-        except ValueError:  # peft found nothing to adapt, or not all of what was named
-            message = f"{request.lora.get('target_modules')} cannot all get adapters in {type(model).__name__}"
-            raise user_error("--target_modules", message, f"choose from {', '.join(linear)}, or all-linear") from None
+        attach_lora(model, LoraArguments(**request.lora))
     if request.sequence_parallel_size > 1:
         from harness.sequence_parallel import SequenceParallel
 

@@ -69,12 +69,14 @@ class AttachedLora:
         config: peft's.
         modules: full names of the modules that have one.
         seed: their values are drawn from it.
+        left_out: names of linear layers that all-linear could not mean -> why.
         digests: parameter name -> digest of its first value, filled as blocks are initialised.
     """
 
     config: Any
     modules: list[str]
     seed: int
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
     digests: dict[str, str] = dataclasses.field(default_factory=dict)
     _names: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -162,7 +164,7 @@ def attach_lora(model: nn.Module, lora: LoraArguments, *, seed: int = 0, base_na
     if sorted(modules) != sorted(targets.modules):
         odd = sorted(set(modules) ^ set(targets.modules))
         raise user_error("--target_modules", f"peft adapted other modules than were asked for, such as {odd[0]}", "name them in full")
-    attached = AttachedLora(config, modules, seed)
+    attached = AttachedLora(config, modules, seed, targets.left_out)
     attached.name_modules(model)
     if not is_empty:
         device = next(model.parameters()).device

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -33,12 +35,60 @@ def parse_layers(text: str, num_layers: int) -> list[int]:
 
 
 def linear_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Full name -> module of every linear layer that can carry an adapter; not the output head."""
+    """Full name -> module of every linear layer that can carry an adapter; not the output head.
+
+    A model's own kind of linear layer that computes something else is none: Llama 4's router returns two tensors.
+    """
     from transformers.pytorch_utils import Conv1D
 
     head = _head(model)
-    kinds = (nn.Linear, Conv1D)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds) and module is not head}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head and not _computes_something_else(type(module))
+    }
+
+
+def _computes_something_else(kind: Any) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    # Those of quantisation libraries have a forward of their own too, and peft knows them.
+    is_of_a_model = kind.__module__.split(".")[0] in ("transformers", "transformers_modules")
+    return is_of_a_model and kind.forward not in (nn.Linear.forward, Conv1D.forward)
+
+
+def not_adapted_by_peft(names: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Names of linear layers that peft does not adapt in this kind of model -> why. Asked of peft, so it follows its version.
+
+    In mixtures of experts whose weights transformers 5 has fused, peft takes the names that an expert's layers once had (gate_proj,
+    up_proj, down_proj) for the fused weights: dense and shared layers with these names would lose their adapters when they are loaded.
+    """
+    from peft import LoraConfig
+    from peft.tuners import tuners_utils
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    convert: Any = None
+    with contextlib.suppress(ImportError):  # versions before transformers 5
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+    check = getattr(tuners_utils, "_check_lora_target_modules_mamba", None)
+    found = {}
+    for name in names:
+        config = LoraConfig(target_modules=[name])
+        try:
+            if check is not None:
+                check(config, model, name)
+        except ValueError:
+            found[name] = f"peft adapts none in {kind}, whose kernel reads the weight itself"
+            continue
+        try:
+            if convert is not None:
+                convert(config, model=model, conversions=None)
+            is_taken = name not in (config.target_modules or ())
+        except ValueError:  # one of two weights that are fused
+            is_taken = True
+        if is_taken:
+            found[name] = f"peft takes the name in {kind} for the experts' fused weights, not for a layer"
+    return found
 
 
 def _suffixes(names: Iterable[str]) -> list[str]:
@@ -56,6 +106,24 @@ def _layer_of(name: str) -> tuple[str, int] | None:
     return (match[1], int(match[2])) if match else None
 
 
+def read_past_their_layer(linear: Mapping[str, nn.Module], model: nn.Module) -> dict[str, str]:
+    """Names of linear layers whose weight their block hands to a product or kernel of its own -> why they are left out: an adapter on one
+    would get no gradient, or do nothing where the kernel is installed. Found in the source of the blocks' classes.
+    """
+    found: dict[str, str] = {}
+    seen: set[type] = set()
+    for full in linear:
+        block = type(model.get_submodule(full.rpartition(".")[0]))
+        if block in seen:
+            continue
+        seen.add(block)
+        with contextlib.suppress(OSError, TypeError):  # a class without a file
+            for match in re.finditer(r"\bself\.(\w+)\.weight(?: @|,\n|\.type\()", inspect.getsource(block)):
+                found[match[1]] = f"{block.__name__} reads the weight past the layer, so an adapter would do nothing"
+    names = _suffixes(linear)
+    return {name: why for name, why in found.items() if name in names}
+
+
 @dataclasses.dataclass(frozen=True)
 class Targets:
     """Which modules get adapters.
@@ -65,12 +133,14 @@ class Targets:
         modules: full names of the modules.
         layers: numbers of the blocks, None for all.
         layers_pattern: name of the list of blocks.
+        left_out: names of linear layers that all-linear cannot mean here -> why.
     """
 
     names: list[str]
     modules: list[str]
     layers: list[int] | None = None
     layers_pattern: str | None = None
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
@@ -85,15 +155,26 @@ def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
     if model_head := _head_name(model):
         usable[model_head] = model.get_submodule(model_head)
     wanted = [name for name in lora.target_modules if name]
-    names = _suffixes(linear) if wanted in ([], ["all-linear"]) else wanted
+    choices = _suffixes(linear)
+    left_out = not_adapted_by_peft(choices, model)
+    choices = [name for name in choices if name not in left_out]
+    means_all = wanted in ([], ["all-linear"])
+    if means_all:
+        left_out = {**read_past_their_layer(linear, model), **left_out}
+    names = [name for name in choices if name not in left_out] if means_all else wanted
+    fix = f"choose from {', '.join(choices)}, or all-linear"
     everything = [name for name, _ in model.named_modules()]
-    problems = []
+    problems = [
+        Finding("error", "--target_modules", f"{name} can have no adapter: {why}", fix)
+        for name, why in not_adapted_by_peft([] if means_all else names, model).items()
+        if any(_matches(full, name) for full in usable)
+    ]
     for name in names:
         if any(_matches(full, name) for full in usable):
             continue
         exists = any(_matches(full, name) for full in everything)
         message = f"{name} is no linear layer" if exists else f"{name} is not in {type(model).__name__}"
-        problems.append(Finding("error", "--target_modules", message, f"choose from {', '.join(_suffixes(linear))}, or all-linear"))
+        problems.append(Finding("error", "--target_modules", message, fix))
     pattern, layers = None, None
     if lora.target_layers:
         try:
@@ -104,11 +185,11 @@ def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
         raise UserError(problems)
     modules = [full for full in usable if any(_matches(full, name) for name in names)]
     if pattern is None or layers is None:
-        return Targets(names, modules)
+        return Targets(names, modules, left_out=left_out if means_all else {})
     modules = [full for full in modules if _layer_of(full) is not None and _layer_of(full) in {(pattern, layer) for layer in layers}]
     if not modules:
         raise user_error("--target_layers", f"none of {', '.join(names)} is in layers {lora.target_layers}", "leave it out")
-    return Targets(names, modules, layers, pattern)
+    return Targets(names, modules, layers, pattern, left_out if means_all else {})
 
 
 def _wanted_layers(text: str, model: nn.Module, linear: Iterable[str]) -> tuple[str, list[int]]:

@@ -189,14 +189,9 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
     """What must be measured, in each way in which weights look inside the products."""
     modes = list(dict.fromkeys(RunShape(engine, 1, 2, precision=options.precision).weights for engine in engines))
     chunks = [options.loss_chunk_size] + ([] if options.loss_chunk_size else [1024])
-    targets = options.target_modules
     lora = None
     if options.lora_r:
-        lora = {
-            "r": options.lora_r,
-            "lora_dropout": options.lora_dropout,
-            "target_modules": targets[0] if targets == ["all-linear"] else targets,
-        }
+        lora = {"lora_r": options.lora_r, "lora_dropout": options.lora_dropout, "target_modules": options.target_modules}
     pinned = options.activation_checkpointing
     return {
         "model": options.model,

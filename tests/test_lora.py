@@ -103,6 +103,93 @@ def test_all_linear_leaves_the_head_out() -> None:
     assert len(targets.modules) == 14
 
 
+# Models in which some linear layers cannot have adapters: experts fused by transformers 5 whose layers' names peft takes for them, layers
+# read by a kernel, routers that return two tensors.
+ODD = {
+    "deepseek_v3": {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "qwen3_next": {"num_experts": 4, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 16, "num_hidden_layers": 4}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 32},
+    "mamba": {},
+}
+
+
+def odd(kind: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common |= {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    default = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **{name: value for name, value in (common | ODD[kind]).items() if hasattr(default, name)})
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "names"),
+    [
+        ("deepseek_v3", ["gate_proj", "up_proj", "down_proj"], ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+        ("glm4_moe", ["gate_proj", "up_proj", "down_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("qwen3_next", ["gate_proj", "up_proj", "down_proj"], None),
+        ("llama4_text", [], ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("mamba", ["out_proj", "dt_proj", "x_proj"], ["in_proj"]),
+    ],
+)
+def test_all_linear_means_what_peft_adapts(kind: str, left_out: list[str], names: list[str] | None, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    odd(kind).save_pretrained(tmp_path / "base")
+    model, attached = trained_model(tmp_path / "base", target_modules=["all-linear"])
+    assert sorted(attached.left_out) == sorted(left_out)
+    found = {name.rsplit(".", 1)[-1] for name in attached.modules}
+    assert found == set(names) if names is not None else not found & set(left_out)
+    expected = model(IDS).logits
+    weights = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    export_adapter(tmp_path / "adapter", weights, attached, None, is_main_process=True)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(loaded(IDS).logits, expected)
+    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(IDS).logits, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "message"),
+    [
+        (
+            "deepseek_v3",
+            ["o_proj", "down_proj"],
+            "down_proj can have no adapter: peft takes the name in deepseek_v3 for the experts' fused weights",
+        ),
+        (
+            "glm4_moe",
+            ["model.layers.0.mlp.up_proj"],
+            "model.layers.0.mlp.up_proj can have no adapter: peft takes the name in glm4_moe for the experts'",
+        ),
+        ("mamba", ["out_proj"], "out_proj can have no adapter: peft adapts none in mamba"),
+        ("llama4_text", ["router"], "router is no linear layer"),
+        ("deepseek_v3", ["no_such"], "no_such is not in DeepseekV3ForCausalLM"),
+    ],
+)
+def test_names_that_peft_does_not_adapt_here_are_refused(kind: str, names: list[str], message: str) -> None:
+    model = odd(kind)
+    with pytest.raises(UserError) as error:
+        attach_lora(model, arguments(target_modules=names))
+    (line,) = messages(error)
+    assert message in line
+    choices = line.split("choose from ")[1].removesuffix(", or all-linear").split(", ")
+    assert attach_lora(model, arguments(target_modules=choices)).modules
+
+
 @pytest.mark.parametrize(
     ("text", "layers"), [("0", [0]), ("0,1,2", [0, 1, 2]), ("10-12", [10, 11, 12]), ("3, 0-1", [0, 1, 3]), ("1,1", [1])]
 )

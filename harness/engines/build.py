@@ -222,6 +222,8 @@ def attach_adapters(engine: str, args: Arguments, empty_model: EmptyModel, preci
     model = empty_model.model
     base = args.model.model_name_or_path or str(Path(str(args.train.output_dir)).resolve() / BASE_FOLDER)
     lora = attach_lora(model, args.lora, seed=args.train.seed, base_name=base)
+    for why in dict.fromkeys(lora.left_out.values()):
+        log.info("LoRA: no adapters for %s: %s", ", ".join(name for name, of in lora.left_out.items() if of == why), why)
     empty_model.stored_name, empty_model.init_block = stored_name, lora.init_block
     if engine != "zero":  # DeepSpeed keeps one dtype, and float32 masters of what trains
         empty_model.frozen_dtype = compute_dtype(precision)
