@@ -257,6 +257,7 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
 
     Raises:
         PeerFailedError: after `timeout_s`; names the ranks that did not come.
+        UserError: the ranks do not agree how many they are.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -268,22 +269,44 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
         raise PeerFailedError(f"{who}: {str(error).splitlines()[0]}") from None
     # A launcher's store outlives its restarts of the ranks.
     store = dist.PrefixStore(f"harness/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
-    store.set(f"here/{rank}", "")
+    store.set(f"here/{rank}", str(size))
     if rank == 0:
-        store.set("missing", ",".join(_absent(store, "here", range(size), timeout_s)))
+        missing, odd = _missing(store, size, timeout_s)
+        store.set("odd", odd)
+        store.set("missing", ",".join(missing))
     try:
-        store.wait(["missing"], limit + timedelta(seconds=10))
-        missing = store.get("missing").decode()
+        store.wait(["missing", "odd", "here/0"], limit + timedelta(seconds=10))
+        said = [store.get(name).decode() for name in ("missing", "odd", "here/0")]
     except RuntimeError:
-        missing = "0"
-    if missing:
+        said = ["0", "", str(size)]
+    absent, odd, size_of_first = said
+    if size_of_first != str(size):
+        odd = f"{rank} {size}"
+    if absent or odd:
         with contextlib.suppress(RuntimeError):
             store.set(f"knows/{rank}", "")
             if rank == 0:  # its store ends with it
                 there = [other for other in range(size) if store.check([f"here/{other}"])]
                 _absent(store, "knows", there, 5.0)
-        raise PeerFailedError(f"rank {missing} of {size} did not arrive within {timeout_s:.0f} s (--ddp_timeout): see what it printed")
+    if odd:
+        other, told = odd.split()
+        message = f"is {told} on rank {other} and {size_of_first} on rank 0"
+        raise user_error("WORLD_SIZE", message, "start every rank with the same number of processes, or leave that to a launcher")
+    if absent:
+        raise PeerFailedError(f"rank {absent} of {size} did not arrive within {timeout_s:.0f} s (--ddp_timeout): see what it printed")
     return store
+
+
+def _missing(store: dist.Store, size: int, timeout_s: float) -> tuple[list[str], str]:
+    """Ranks that do not come within the limit; or none, and "rank size" of one that knows another number: nobody is waited for then."""
+    deadline = time.monotonic() + timeout_s
+    missing: list[str] = []
+    for rank in range(size):
+        if _absent(store, "here", [rank], deadline - time.monotonic()):
+            missing.append(str(rank))
+        elif (told := store.get(f"here/{rank}").decode()) != str(size):
+            return [], f"{rank} {told}"
+    return missing, ""
 
 
 def _absent(store: dist.Store, sign: str, ranks: Iterable[int], timeout_s: float) -> list[str]:
