@@ -376,12 +376,25 @@ def _batch_findings(args: Arguments, num_processes: int) -> Iterator[Finding]:
         yield Finding("warning", "--loss_chunk_size", message, "1024")
 
 
-def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iterator[Finding]:
-    data = args.data
+def path_findings(args: Arguments) -> list[Finding]:
+    """What is wrong with the files and folders that are named, whatever else is wrong."""
+    facts = model_facts(args)
+    return [*facts.problems, *_input_findings(args), *_folder_findings(args, facts)]
+
+
+def _input_findings(args: Arguments) -> Iterator[Finding]:
     for name in ("train_file", "validation_file"):
-        for pattern in getattr(data, name):
+        for pattern in getattr(args.data, name):
             if not glob.glob(os.path.expanduser(pattern)):
                 yield Finding("error", f"--{name}", f"{pattern} does not exist", "an existing file, folder or glob")
+    tokenizer = args.model.tokenizer_name
+    if tokenizer and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).expanduser().exists():
+        yield Finding("error", "--tokenizer_name", f"{tokenizer} does not exist", "an existing folder, a name on the hub, or bytes")
+
+
+def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iterator[Finding]:
+    yield from _input_findings(args)
+    data = args.data
     if data.block_size is not None and facts.max_positions is not None and data.block_size > facts.max_positions:
         message = f"{data.block_size} is over the model's limit of {facts.max_positions}"
         yield Finding("error", "--block_size", message, f"--block_size {facts.max_positions}")
@@ -396,9 +409,6 @@ def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iter
     for part in overrides.split(",") if overrides else ():
         if not part.partition("=")[2].strip():
             yield Finding("error", "--config_overrides", f"{part.strip()!r} is not name=value", "hidden_size=64,num_hidden_layers=2")
-    tokenizer = args.model.tokenizer_name
-    if tokenizer and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).expanduser().exists():
-        yield Finding("error", "--tokenizer_name", f"{tokenizer} does not exist", "an existing folder, a name on the hub, or bytes")
 
 
 # ---------------------------------------------------------------- folders, trackers, flags without effect

@@ -24,7 +24,7 @@ from typing import Any
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import names_modules
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
-from harness.check_arguments import check_arguments, model_facts, offload_findings
+from harness.check_arguments import check_arguments, model_facts, offload_findings, path_findings
 from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
@@ -32,7 +32,7 @@ from harness.device_map_text import refuse_in_launch
 from harness.findings import Finding, FindingParser, UserError, format_findings, has_errors, is_count, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
-from harness.parsing import from_config, parse_args, read_yaml
+from harness.parsing import ParsingError, parse_args, read_yaml, tokens_of
 from harness.templates import (
     TESTED_OPTIMIZERS,
     apply_launch_to_args,
@@ -77,6 +77,20 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
     findings += check_arguments(run, engine=engine, num_processes=num_processes, environ=environ, machine=machine)
     findings += check_environment(environ)
     return sort_findings(findings)
+
+
+def parse_run(tokens: Sequence[str]) -> Arguments:
+    """`parse_args`, which for a command line that cannot be read also looks at the files that it names.
+
+    Raises:
+        UserError: all of that, together.
+    """
+    try:
+        return parse_args(tokens)
+    except ParsingError as error:
+        said = {finding.key for finding in error.findings}
+        more = [finding for finding in path_findings(error.parsed) if finding.severity == "error" and finding.key not in said]
+        raise UserError([*error.findings, *more]) from None
 
 
 def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | None = None) -> list[Finding]:
@@ -191,7 +205,7 @@ def check_config_consistency(config: Mapping[str, Any], *, num_processes: int = 
         if isinstance(values.get("deepspeed"), Mapping):
             values["deepspeed"] = json.dumps(values["deepspeed"])
         try:
-            args = from_config(values)
+            args = parse_run(tokens_of(values))
             defaults = {name: value for name, value in args.to_dict().items() if name not in args.typed}
             findings = [*args.notes, *check_run(args, num_processes=num_processes, environ={}, machine=machine)]
             findings += check_names(args, findings, machine)
@@ -292,7 +306,7 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
     asks_for_run = bool(launch and launch.script_args) or any(
         token.startswith("--") for token in run_tokens if not token.startswith("--deepspeed")
     )
-    args = _collect(findings, parse_args, run_tokens) if asks_for_run else None
+    args = _collect(findings, parse_run, run_tokens) if asks_for_run else None
     if options.config_file and Path(options.config_file).is_file():
         yaml_config = _collect(findings, _read_accelerate, options.config_file)
         if yaml_config is not None:

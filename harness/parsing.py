@@ -45,6 +45,18 @@ def whole_number(text: str) -> int:
         return int(number)
 
 
+class ParsingError(UserError):
+    """What is wrong with a command line itself.
+
+    Attributes:
+        parsed: all of it that can be read, defaults for the rest.
+    """
+
+    def __init__(self, findings: list[Finding], parsed: Arguments) -> None:
+        super().__init__(findings)
+        self.parsed = parsed
+
+
 class _WrongUseError(Exception):
     """A flag that cannot be parsed at all, such as one without its value."""
 
@@ -170,7 +182,8 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     """Parses a command line (without the program's name) into `Arguments`.
 
     Raises:
-        UserError: every unknown name, wrong value and contradiction found, together.
+        ParsingError: every unknown name, wrong value and contradiction found, together.
+        UserError: a flag without a value of its own, or a file for `--config` that cannot be read.
     """
     tokens, config_path = _split_config(argv)
     from_file: dict[str, Any] = read_yaml(config_path) if config_path else {}
@@ -187,7 +200,7 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     settled = {finding.key for finding in problems} | {finding.fix.removeprefix("did you mean ").rstrip("?") for finding in problems}
     problems += [finding for finding in resolve(args) if finding.key not in settled]
     if problems:
-        raise UserError(problems)
+        raise ParsingError(problems, args)
     return args
 
 

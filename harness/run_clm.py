@@ -31,7 +31,7 @@ from typing import Any
 from harness import build_locks, disk_room, guard_line, run_folder, standby, whereabouts
 from harness.args import Arguments, world_size_from_environment
 from harness.findings import Finding, UserError, format_findings, has_errors
-from harness.parsing import from_config, parse_args
+from harness.parsing import ParsingError, parse_args, tokens_of
 from harness.processes import open_standard_files
 from harness.run_folder import FAILED, FINISHED, PREEMPTED, WRONG_INPUT
 
@@ -48,9 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     stand_by(tokens)
     started_s = time.time()
     try:
-        return run(parse_args(tokens), started_s=started_s)
+        return run(_parse(tokens), started_s=started_s)
     except UserError as error:
         return _wrong_input(error, _output_dir_of(tokens), "--debug" in tokens, started_s)
+
+
+def _parse(tokens: Sequence[str]) -> Arguments:
+    try:
+        return parse_args(tokens)
+    except ParsingError:
+        from harness.check_config import parse_run  # which says what is wrong with files too
+
+        return parse_run(tokens)
 
 
 def stand_by(tokens: Sequence[str]) -> None:
@@ -85,7 +94,7 @@ def train(config: Mapping[str, Any] | Arguments, train_dataset: Any = None) -> i
     Raises:
         UserError: wrong input.
     """
-    return run(config if isinstance(config, Arguments) else from_config(config), train_dataset, started_s=time.time())
+    return run(config if isinstance(config, Arguments) else _parse(tokens_of(config)), train_dataset, started_s=time.time())
 
 
 def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:

@@ -181,6 +181,23 @@ def test_several_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     fails(command(tmp_path, learning_rate=-1, max_steps=0, block_size=1), capsys, "--learning_rate", "--max_steps", "--block_size")
 
 
+def test_files_that_are_not_there_are_said_with_what_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from harness import check_config
+
+    wrong = command(tmp_path, learnig_rate=1, seed="x", train_file="/no/such", model_name_or_path="./none", resume_from_checkpoint="./no")
+    flags = (
+        "--learnig_rate",
+        "--seed",
+        "--train_file: /no/such does not exist",
+        "--model_name_or_path: ./none",
+        "--resume_from_checkpoint",
+    )
+    fails(wrong, capsys, *flags)
+    assert check_config.main(wrong) == 2
+    printed = capsys.readouterr().out
+    assert all(flag in printed for flag in flags) and printed.count("/no/such") == 1
+
+
 def test_output_folder_of_another_run_and_of_somebody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from harness.run_clm import main
 
