@@ -227,7 +227,35 @@ class ForeignSettings:
         if self.micro is None or self.accumulate is None:
             missing = "micro-batch" if self.micro is None else "gradient accumulation"
             return f"no flag for the {missing} is known, so the global batch could not be kept: name it with --names"
-        return "" if _count(self.micro) else f"the value of --{self.micro.name} is not known: write it into the command"
+        unknown = next((place for place in (self.micro, self.accumulate) if _count(place) is None), None)
+        if unknown is None:
+            return ""
+        if unknown.value is None:
+            return f"the value of --{unknown.name} is not known: write it into the command"
+        return f"--{unknown.name} is {str(unknown.value)!r}, no number of samples: the batch is left as it is"
+
+    def understood(self) -> list[str]:
+        """How the command was read, for a user who wants to know before it starts."""
+        script = self.command.tokens[self.command.script_at]
+        lines = [f"launcher {self.command.launcher}, script {script}, engine {self.engine}"]
+        if script.endswith(".py") and not self.command.script.is_known:
+            lines.append(f"{script} cannot be read, so only the flags in the command are known")
+        counts = [str(_count(place) or "?") for place in (self.micro, self.accumulate)]
+        lines.append(f"micro-batch {counts[0]} x accumulation {counts[1]} on each rank")
+        if why := self._batch_obstacle():
+            lines.append(f"no smaller micro-batch: {why}")
+        folder = self.value("output_dir")
+        if self.resume is None:
+            lines.append(
+                "a new start is from the beginning: the script takes no --resume_from_checkpoint (--names resume=NAME if it has another)"
+            )
+        elif not folder:
+            lines.append("a new start is from the beginning: no folder of checkpoints is known (--names output_dir=NAME)")
+        elif not self.command.script.resumes and self.command.script.is_known:
+            lines.append("a new start may be from the beginning: the script never mentions resume_from_checkpoint")
+        else:
+            lines.append(f"a new start goes on from the newest checkpoint in {folder}, by --{self.resume.name}")
+        return lines
 
     def ladder(self, words: Sequence[str] = ()) -> list[MemorySettings]:
         """The rungs below the command as it is, fastest first; the first is the command's own.

@@ -316,14 +316,10 @@ def _make_ladder(options: argparse.Namespace, settings: ForeignSettings) -> Sequ
 
 def _show(settings: ForeignSettings, ladder: Sequence[MemorySettings | Rung], folder: Path) -> None:
     """For --dry_run: the command as it was understood, and what each rung would change."""
-    command, first = settings.command, settings.start
-    print(printable(f"launcher {command.launcher}, script {command.tokens[command.script_at]}, engine {settings.engine}"))
-    print(f"micro-batch {first.micro_batch_size} x accumulation {settings.accumulation} on each rank")
+    for line in settings.understood():
+        print(printable(line))
     if len(ladder) < 2:
-        print(
-            "no rung can be put into this command: "
-            + (settings.obstacle(first.replace(micro_batch_size=1)) or "its settings are the lowest")
-        )
+        print("no rung can be put into this command: at an out-of-memory it could not start again")
     with TemporaryDirectory(prefix="harness-run-") as temporary:
         for above, rung in itertools.pairwise(map(_settings_of, ladder)):
             print(f"rung {describe_change(above, rung)}")

@@ -259,3 +259,23 @@ def test_more_samples_than_a_step_has_are_refused(flag: str) -> None:
     assert settings_of(f"torchrun {TRAINER} --{flag} 1000000").ladder()
     with pytest.raises(UserError, match=f"--{flag}: must be at most 1,000,000"):
         settings_of(f"torchrun {TRAINER} --{flag} {10**40}")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            f"torchrun {TRAINER} --output_dir o",
+            ["micro-batch 8 x accumulation 1 on each rank", "from the newest checkpoint in o, by --resume"],
+        ),
+        (
+            f"torchrun {TRAINER} --per_device_train_batch_size abc",
+            ["micro-batch ? x accumulation 1", "--per_device_train_batch_size is 'abc'"],
+        ),
+        ("torchrun /nowhere/t.py --batch_size 4", ["/nowhere/t.py cannot be read", "micro-batch 4 x accumulation ?", "takes no --resume"]),
+        ("bash train.sh", ["micro-batch ? x accumulation ?", "no flag for the micro-batch is known"]),
+    ],
+)
+def test_a_dry_run_says_what_was_not_understood(line: str, said: list[str]) -> None:
+    lines = settings_of(line).understood()
+    assert all(any(text in each for each in lines) for text in said), lines
