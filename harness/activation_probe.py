@@ -87,7 +87,7 @@ def build(request: ProbeRequest) -> Any:
 
     from harness.args import ModelArguments
     from harness.isolation import isolate_packed_documents
-    from harness.modeling import load_config
+    from harness.modeling import MODEL_CODE_ERRORS, first_line, load_config
 
     is_file = request.model is not None and request.model.endswith(".json")
     arguments = ModelArguments(
@@ -110,8 +110,8 @@ def build(request: ProbeRequest) -> Any:
                 if attention == "eager":
                     raise
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
-    except (ValueError, TypeError, ImportError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise user_error("--model", f"cannot build this model: {str(error).splitlines()[0][:200]}", "check the config") from None
+    except MODEL_CODE_ERRORS as error:
+        raise user_error("--model", f"cannot build this model: {first_line(error)[:200]}", "check the config") from None
     model.tie_weights()
     text = model.config.get_text_config()
     if problems := list(model_findings(request.sequence_parallel_size, lambda name: getattr(text, name, None))):

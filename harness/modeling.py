@@ -161,6 +161,16 @@ def load_config(args: ModelArguments) -> Any:
     return config
 
 
+# What a model's code raises for values that it was never meant for.
+MODEL_CODE_ERRORS = (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError)
+
+
+def first_line(error: BaseException) -> str:
+    """What a model's code says is wrong: for one who did not write it, so a KeyError is named."""
+    message = (str(error) or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
+
+
 def _unknown_names(value_of: Callable[[str], Any]) -> list[Finding]:
     """Activations and rotary embeddings that this transformers does not have."""
     from transformers.activations import ACT2FN
@@ -346,9 +356,8 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     try:
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError) as error:
-        message = (str(error) or type(error).__name__).splitlines()[0]
-        message = f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
+    except MODEL_CODE_ERRORS as error:
+        message = first_line(error)
         key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one
