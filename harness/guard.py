@@ -7,7 +7,8 @@
 - a guard that dies takes its child with it;
 - the child's exit code and signal reach the launcher unchanged, and `exit.json` names a signal that killed it from outside;
 - when a rank has waited for the others for too long, or has crashed, the guards tell where each rank is (harness.whereabouts);
-- a child that must come back with smaller settings is started again, on all ranks, without the launcher's notice (harness.relaunch_hub).
+- a child that must come back with smaller settings is started again, on all ranks, without the launcher's notice (harness.relaunch_hub);
+- a request to stop that comes between two lives, when a child could only be killed by it, ends all ranks as a run that was stopped.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from harness.guard_line import die_with_parent
 from harness.processes import open_standard_files
 from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
 from harness.standby import Standby
+
+# As harness.run_folder has them, which a guard imports only when it needs it.
+FAILED, PREEMPTED = 1, 75
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -133,6 +137,8 @@ class Guard:
         self.ruling: Ruling | None = None
         self.attempt = 0
         self.reported = self.stop_asked = self.is_orphan = False
+        self.stop_signal = ""
+        self.child_hears = True  # signals; a child of a later life says when
         self.cause: dict[str, Any] | None = None
         self.held: dict[str, int] = {}
         self.where: whereabouts.Whereabouts | None = None
@@ -193,6 +199,7 @@ class Guard:
                 # The launcher's store keeps keys of the life before.
                 environment |= {"MASTER_PORT": str(self.ruling.port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
         self.ruling, self.cause, self.reported = None, None, False
+        self.child_hears = self.attempt == 0
         self.leave_at_s = self.kill_at_s = None
         self.num_kernel_kills, self.kernel_killed_s = cgroups.num_kernel_kills(), float("-inf")
         self.line = ours
@@ -245,6 +252,8 @@ class Guard:
         elif message["op"] == "where":
             self.asked_from = str(message["at"])
             self._ask_where()
+        elif message["op"] == "hears":
+            self.child_hears = True
         elif message["op"] == "standby" and self.standby is None:
             self.standby = Standby(self.command, {CHILD_VARIABLE: str(os.getpid())})
         elif message["op"] == "cause":
@@ -262,6 +271,9 @@ class Guard:
     def _after_end(self, child: Child) -> int | None:
         """What a child that has ended leads to: an exit code of this process, or None where it is not known yet or a new child runs."""
         assert child.returncode is not None
+        if self.ruling is not None and self.ruling.kind == "stop":
+            self._record(self.ruling.why, code=PREEMPTED)
+            return PREEMPTED
         if not self.reported:
             while self.line.fileno() >= 0:  # what it said last
                 self._hear_child(self.line)
@@ -281,7 +293,8 @@ class Guard:
             self._start()
             return None
         alone = self.num_ranks > 1 and self.to_hub is None
-        if self.ruling is None and not alone and time.monotonic() < (self.leave_at_s or 0):
+        stops = self.ruling is not None and self.ruling.kind == "relaunch"  # the hub has been told, and will rule so
+        if (self.ruling is None or stops) and not alone and time.monotonic() < (self.leave_at_s or 0):
             return None
         self._record_kill()
         ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
@@ -315,10 +328,10 @@ class Guard:
             self._record(self.killed_by)
             self.killed_by = ""
 
-    def _record(self, reason: str, is_consequence: bool = False) -> None:
-        from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
+    def _record(self, reason: str, is_consequence: bool = False, code: int = FAILED) -> None:
+        from harness.run_folder import record_exit  # only now: a guard is to stay small
 
-        record_exit(self.folder, FAILED, reason, self.rank, self.started_s, is_consequence=is_consequence)
+        record_exit(self.folder, code, reason, self.rank, self.started_s, is_consequence=is_consequence)
 
     # ---- where everybody is
 
@@ -406,12 +419,16 @@ class Guard:
         if ruling is None:
             return
         self.ruling = ruling
+        if ruling.kind == "relaunch" and self.stop_asked:
+            self._stop_between_lives()
+            return
         if ruling.kind == "done" or self.child is None or self.child.poll() is not None:
             return
         if ruling.kind == "fail":
             print(f"rank {self.rank}: ending, because {ruling.why}", file=sys.stderr, flush=True)
             self._ask_to_stop(ruling.why)
-        # A peer of a rank that must come back sits in a collective with it, maybe in a GPU wait: nothing of it can be saved.
+        # A peer of a rank that must come back sits in a collective with it, maybe in a GPU wait: nothing of it can be saved. So it is
+        # between two lives.
         grace_s = FAIL_GRACE_S if ruling.kind == "fail" else RELAUNCH_GRACE_S
         self.kill_at_s = min(self.kill_at_s or float("inf"), time.monotonic() + grace_s)
 
@@ -434,8 +451,24 @@ class Guard:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self.read_end, 64):
                 if number in FORWARDED:
-                    self.stop_asked = True
-                    self._send(signal.Signals(number))
+                    self.stop_asked, self.stop_signal = True, signal.Signals(number).name
+                    if self._is_between_lives():
+                        self._stop_between_lives()
+                    else:
+                        self._send(signal.Signals(number))
+
+    def _is_between_lives(self) -> bool:
+        """From an end that leads to a new start until the child of that start handles signals."""
+        returns = self.child is not None and self.child.poll() == RELAUNCH
+        return returns or not self.child_hears or (self.ruling is not None and self.ruling.kind == "relaunch")
+
+    def _stop_between_lives(self) -> None:
+        """All ranks stop, wherever in their new start they are: nothing of this life is worth a save, and a launcher waits for seconds."""
+        if self.num_ranks == 1:
+            self._obey(self.rules.stop(self.stop_signal))
+        elif self.to_hub is not None:
+            with contextlib.suppress(OSError):
+                send_line(self.to_hub, {"op": "stop", "signal": self.stop_signal})
 
     def _send(self, number: signal.Signals) -> None:
         assert self.child is not None
@@ -454,10 +487,10 @@ class Guard:
         if self.kill_at_s is None:
             if all(is_alive(pid, started) for pid, started in self.launchers):
                 return
-            print(f"{ORPHANED}: stopping after a save", file=sys.stderr, flush=True)
+            print(f"{ORPHANED}: stopping, after a save if training has begun", file=sys.stderr, flush=True)
             self.is_orphan = not self.stop_asked  # else it was asked to stop before, and the launcher has only not waited for it
             self._ask_to_stop(ORPHANED if self.is_orphan else "")
-            self.stop_asked = True
+            self.stop_asked, self.stop_signal = True, self.stop_signal or "the end of the launcher"
             self.kill_at_s = time.monotonic() + ORPHAN_GRACE_S
         elif time.monotonic() > self.kill_at_s:
             self._send(signal.SIGKILL)

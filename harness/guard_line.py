@@ -96,6 +96,11 @@ def tell_folder(folder: Path, started_s: float) -> None:
     _tell({"op": "folder", "path": str(folder.absolute()), "started_s": started_s})
 
 
+def hears_signals() -> None:
+    """Tells the guard that this process handles signals now: before, one that asks to stop would only kill it."""
+    _tell({"op": "hears"})
+
+
 def ask_whereabouts(at: str, limit_s: float = 8.0) -> dict[str, dict[str, Any]]:
     """Where every rank of the job is, asked of all guards because this one has waited for the others for too long.
 

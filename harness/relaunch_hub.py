@@ -7,6 +7,7 @@ training process ended, and does what the hub rules:
   settings one step further down;
 - any other failure: all end. Its peers fail milliseconds after a process that ran out of memory, in their collectives, so a failure
   alone is judged only after `WAIT_FOR_CAUSE_S` without such a report;
+- a guard was asked to stop between two lives, when its training process cannot be told: all end, as a run that was stopped;
 - all have ended in order: done.
 """
 
@@ -51,11 +52,11 @@ class Ruling:
     """What all guards do.
 
     Attributes:
-        kind: "relaunch", "fail" or "done".
+        kind: "relaunch", "fail", "stop" or "done".
         attempt: number of the life that begins with a relaunch.
         port: rendezvous of that life, on rank 0's host.
         cause: why, for a relaunch; `rank` in it is the rank.
-        why: for people, for a failure.
+        why: for people, for a failure or a stop.
     """
 
     kind: str
@@ -104,6 +105,10 @@ class Rulings:
             return None
         return self._close("fail", gone(rank, node))
 
+    def stop(self, signal_name: str) -> Ruling | None:
+        """A guard was asked to stop between two lives."""
+        return None if self.closed else self._close("stop", stopped_between(signal_name))
+
     def tick(self, now_s: float) -> Ruling | None:
         """Lets time pass."""
         if self.closed or self.judge_at_s is None or now_s < self.judge_at_s:
@@ -118,6 +123,11 @@ class Rulings:
 def gone(rank: int, node: str = "") -> str:
     """For people: a guard that says nothing any more."""
     return f"the guard of rank {rank}{' on ' + node if node else ''} is gone: its node is down or cut off, or the guard was killed"
+
+
+def stopped_between(signal_name: str) -> str:
+    """For people: a stop between two lives, which nothing can be saved in."""
+    return f"stopped by {signal_name} while all ranks were starting again; the same command goes on from the newest complete checkpoint"
 
 
 def _describe(failed: list[Report]) -> str:
@@ -291,6 +301,9 @@ class Hub:
         if message.get("op") == "position" and isinstance(message.get("position"), dict):
             if self.roll_call.add(rank, message["position"]):
                 self._send_all(self._whereabouts())
+            return
+        if message.get("op") == "stop":
+            self.tell(self.rules.stop(str(message.get("signal"))))
             return
         with contextlib.suppress(KeyError, TypeError, ValueError):
             report = Report(rank, int(message["attempt"]), int(message["code"]), message.get("cause"))

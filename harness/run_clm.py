@@ -121,6 +121,7 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
     next_life.ask_for_standby(args, coordinator)
     stop = coordination.StopFlag()
     _take_signals(stop)
+    guard_line.hears_signals()
     _end_before_training(stop, folder, rank, started_s)
     code, reason = FAILED, ""
     try:
@@ -288,7 +289,9 @@ def _end_before_training(stop: Any, folder: Path, rank: int, started_s: float) -
         while not stop.saves:
             for number in os.read(reader, 64):
                 if not stop.saves and number in told:
-                    reason = f"stopped by {signal.Signals(number).name} before training had begun"
+                    why = whereabouts.note_of_guard()  # which knows more than the signal that it sent
+                    reason = f"stopped{'' if why else f' by {signal.Signals(number).name}'} before training had begun"
+                    reason += f", because {why}" if why else ""
                     print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
                     run_folder.record_exit(folder if rank == 0 else None, PREEMPTED, reason, rank, started_s)
                     os._exit(PREEMPTED)

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,8 @@ def broadcast(value):
 if kind == "late" and rank != victim and life == 0:
     write(f"life-{life}-{rank}", ["", None, "", os.getpid()])
     time.sleep(1)  # the other has long asked for a new start when this one's guard learns where the hub is
+if kind == "asked before" and rank != victim:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 guard_line.join_hub(broadcast)
 guard_line.tell_folder(folder, 0.0)
 memory = guard_line.held().get("state")
@@ -115,6 +118,13 @@ seen = os.pread(memory, 3, 0).decode() if memory is not None else ""
 write(f"life-{life}-{rank}", [os.environ["MASTER_PORT"], guard_line.cause(), seen, os.getpid()])
 while not all((folder / f"life-{life}-{other}").exists() for other in range(size)):
     time.sleep(0.01)
+if life == 1 and kind.startswith("new life"):
+    if "deaf" in kind and rank != victim:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
+    if "hears" in kind:
+        guard_line.hears_signals()
+        write(f"hears-{rank}", 0)
+    time.sleep(60)
 if life == 0:
     handle = os.memfd_create("state")
     os.write(handle, f"r{rank}!".encode())
@@ -124,9 +134,13 @@ if life == 0:
             sys.exit(7)
         if kind == "sleep":
             time.sleep(60)
+        while kind == "asked before" and not (folder / "go").exists():
+            time.sleep(0.01)
         if kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         guard_line.relaunch({"phase": "update"})
+    if kind == "asked before":
+        time.sleep(60)
     if kind == "stuck":
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
         time.sleep(60)
@@ -134,6 +148,13 @@ if life == 0:
         sys.exit(1)
     time.sleep(60)
 """
+
+
+def until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 class Guards:
@@ -258,10 +279,7 @@ def test_the_kernel_may_choose_another_process_first(seconds: float, is_kernel: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
     guards = Guards(tmp_path, "sleep", 0)
-    deadline = time.monotonic() + 20
-    while len(guards.lives(0)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(guards.lives(0)) == 2)
     time.sleep(0.3)
     guards.processes[rank].send_signal(signal.SIGKILL)
     codes = guards.wait()
@@ -285,13 +303,49 @@ def test_a_peer_that_says_nothing_is_noticed_within_the_limit() -> None:
 
 def test_a_stop_request_is_stronger_than_a_relaunch(tmp_path: Path) -> None:
     guards = Guards(tmp_path, "sleep", 0, num_ranks=1)
-    deadline = time.monotonic() + 20
-    while not guards.lives(0):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: bool(guards.lives(0)))
     guards.processes[0].send_signal(signal.SIGTERM)
     assert guards.wait() == [-15]
     assert guards.lives(1) == []
+
+
+BETWEEN = "stopped by SIGTERM while all ranks were starting again; the same command goes on from the newest complete checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "num_ranks"),
+    [("new life", (0, 1), 2), ("new life", (1,), 2), ("new life deaf", (0,), 2), ("new life", (0,), 1)],
+)
+def test_a_stop_request_between_two_lives_stops_all_ranks(kind: str, asked: tuple[int, ...], num_ranks: int, tmp_path: Path) -> None:
+    """Whoever of them is asked, and whether its new process has begun: a scheduler is to see 75, not a failure."""
+    guards = Guards(tmp_path, kind, 0, num_ranks)
+    until(lambda: len(guards.lives(1)) == num_ranks)
+    for rank in asked:
+        guards.processes[rank].send_signal(signal.SIGTERM)
+    assert guards.wait() == [75] * num_ranks
+    report = json.loads((tmp_path / "exit.json").read_text())
+    assert (report["code"], report["reason"]) == (75, BETWEEN)
+    assert guards.lives(2) == []
+
+
+def test_a_stop_request_before_the_end_of_a_life_stops_all_ranks(tmp_path: Path) -> None:
+    """One guard was asked, but its process had not stopped yet when another one's ran out of memory."""
+    guards = Guards(tmp_path, "asked before", 0)
+    until(lambda: len(guards.lives(0)) == 2)
+    guards.processes[1].send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert guards.wait() == [75, 75]
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"] == BETWEEN
+
+
+def test_a_new_life_that_handles_signals_is_told(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "new life hears", 0)
+    until(lambda: len(list(tmp_path.glob("hears-*"))) == 2)
+    time.sleep(0.3)  # the guards read it
+    for process in guards.processes:
+        process.send_signal(signal.SIGTERM)
+    assert guards.wait() == [-15, -15]  # which these processes do not handle
 
 
 # ---- signals before training
