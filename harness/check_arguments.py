@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.args import Arguments
 from harness.check_savers import saver_findings
-from harness.checkpoint_files import no_checkpoint
+from harness.checkpoint_files import list_checkpoints, no_checkpoint, step_of
 from harness.findings import Finding
 from harness.host_checks import size_text
 from harness.machine import GIB, Machine
@@ -425,6 +425,8 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
             yield Finding("error", "--output_dir", f"cannot write to {existing}", "choose a folder you may write to")
         elif odd := [target / name for name in _RUN_FILES if (target / name).exists() and not (target / name).is_file()]:
             yield Finding("error", "--output_dir", f"{odd[0]} is not a regular file", "remove it, or choose another folder")
+        elif odd := [path for path in target.glob("checkpoint-*") if step_of(path) >= 0 and not path.is_dir()]:
+            yield Finding("error", "--output_dir", f"{odd[0]} is not a folder, and a checkpoint is to be one", "move it away")
         else:
             free = shutil.disk_usage(existing).free
             needed = 16 * (facts.num_params or 0)  # a checkpoint (fp32 and Adam) and final/
@@ -434,9 +436,13 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
                 message = f"{size_text(free)} are free at {existing}, and {wants}"
                 yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
     resume = train.resume_from_checkpoint
+    if resume and resume.lower() == "latest" and train.output_dir and not list_checkpoints(Path(train.output_dir)):
+        message = f"latest, and there is no checkpoint in {train.output_dir}"
+        yield Finding("error", "--resume_from_checkpoint", message, "leave it out to start anew, or name a checkpoint's folder")
     if resume and resume.lower() not in ("auto", "latest", "true"):
         if not Path(resume).is_dir():
-            yield Finding("error", "--resume_from_checkpoint", f"{resume} does not exist", "auto, latest, or a checkpoint folder")
+            what = "is a file" if Path(resume).exists() else "does not exist"
+            yield Finding("error", "--resume_from_checkpoint", f"{resume} {what}", "auto, latest, or a checkpoint folder")
         elif none := no_checkpoint(Path(resume)):
             yield Finding("error", "--resume_from_checkpoint", *none)
     if resume and train.overwrite_output_dir:

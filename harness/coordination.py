@@ -11,7 +11,9 @@ import dataclasses
 import logging
 import os
 import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -270,6 +272,10 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
     # A launcher's store outlives its restarts of the ranks.
     store = dist.PrefixStore(f"harness/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
     store.set(f"here/{rank}", str(size))
+    own = f"{socket.gethostname()} {os.getpid()} {threading.get_native_id()}"
+    if store.compare_set(f"claim/{rank}", "", own).decode() != own:
+        store.set(_TWICE, str(rank))
+        raise _twice(rank)
     if rank == 0:
         missing, odd = _missing(store, size, timeout_s)
         store.set("odd", odd)
@@ -290,6 +296,8 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
                 _absent(store, "knows", there, 5.0)
     if odd:
         other, told = odd.split()
+        if told == _TWICE:
+            raise _twice(int(other))
         message = f"is {told} on rank {other} and {size_of_first} on rank 0"
         raise user_error("WORLD_SIZE", message, "start every rank with the same number of processes, or leave that to a launcher")
     if absent:
@@ -297,15 +305,30 @@ def meet(rank: int, size: int, timeout_s: float) -> dist.Store:
     return store
 
 
+_TWICE = "twice"
+_POLL_S = 0.02
+
+
+def _twice(rank: int) -> UserError:
+    return user_error("RANK", f"is {rank} on two processes", "start every process with a RANK of its own, or leave that to a launcher")
+
+
 def _missing(store: dist.Store, size: int, timeout_s: float) -> tuple[list[str], str]:
-    """Ranks that do not come within the limit; or none, and "rank size" of one that knows another number: nobody is waited for then."""
+    """Ranks that do not come within the limit; or none, and what is wrong with one, for which nobody is waited any more: "rank size" of one
+    that knows another number of ranks, "rank twice" of one that there are two of."""
     deadline = time.monotonic() + timeout_s
     missing: list[str] = []
     for rank in range(size):
-        if _absent(store, "here", [rank], deadline - time.monotonic()):
-            missing.append(str(rank))
-        elif (told := store.get(f"here/{rank}").decode()) != str(size):
-            return [], f"{rank} {told}"
+        while not store.check([f"here/{rank}"]):  # waits of a second would print a warning each
+            if store.check([_TWICE]):
+                return [], f"{store.get(_TWICE).decode()} {_TWICE}"
+            if time.monotonic() > deadline:
+                missing.append(str(rank))
+                break
+            time.sleep(_POLL_S)
+        else:
+            if (told := store.get(f"here/{rank}").decode()) != str(size):
+                return [], f"{rank} {told}"
     return missing, ""
 
 

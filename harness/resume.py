@@ -163,14 +163,19 @@ def loads_directly(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 def refuse_foreign(args: Arguments, output_dir: Path) -> None:
     """Main process, before anything is loaded: refuses to go on from a checkpoint that is not this user's own.
 
+    One that is damaged is nobody's: it is passed over later, with the reason. Its hashes are compared only where it is not known.
+
     Raises:
         UserError: with what to do.
     """
     wanted = Path(args.train.resume_from_checkpoint or "auto")
     complete = [path for path in checkpoint_files.list_checkpoints(output_dir) if (path / checkpoint_files.COMPLETE).exists()]
-    chosen = wanted if (wanted / checkpoint_files.MANIFEST).is_file() else complete[0] if complete else None
-    if chosen is not None and (error := own_checkpoints.refusal(chosen, args.train.trust_checkpoint)):
-        raise error
+    for chosen in [wanted] if (wanted / checkpoint_files.MANIFEST).is_file() else complete:
+        error = own_checkpoints.refusal(chosen, args.train.trust_checkpoint)
+        if error is None:
+            return
+        if checkpoint_files.problem_of(chosen) is None:
+            raise error
 
 
 def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordinator: Coordinator) -> bool:

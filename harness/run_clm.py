@@ -114,6 +114,9 @@ def run(args: Arguments, train_dataset: Any = None, *, started_s: float) -> int:
         coordinator = coordination.start(use_cpu=args.train.use_cpu, timeout_s=args.train.ddp_timeout, arguments=args.to_dict())
     except coordination.PeerFailedError as error:
         log.error("%s", error, extra={"all_ranks": True})
+        if rank == 0:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
         run_folder.record_exit(folder, FAILED, f"{error}", rank, started_s)
         return FAILED
     guard_line.join_hub(coordinator.broadcast)
@@ -178,7 +181,9 @@ def _say_why(error: BaseException, rank: int, coordinator: Any) -> str:
         log.error("%s", whereabouts.describe(other, each), extra={"all_ranks": True})
     reason += whereabouts.who_hangs(found)
     if isinstance(error, NotSavedError) or no_room:
-        log.error("rank %d failed: %s; once it can be written, the same command goes on from there", rank, reason)
+        starts_anew = isinstance(error, NotSavedError) and not error.older
+        then = "starts from the beginning" if starts_anew else "goes on from there"
+        log.error("rank %d failed: %s; once it can be written, the same command %s", rank, reason, then)
     else:
         log.error("rank %d failed: %s\n%s", rank, reason, traceback.format_exc(), extra={"all_ranks": True})
     return reason
@@ -314,7 +319,7 @@ def _wrong_input(error: UserError, folder: Path | None, debug: bool, started_s: 
         if debug:
             traceback.print_exc()
         # A refused folder is another run's, a running job writes its own end, and one that has ended keeps what it wrote.
-        is_refused = any(finding.key == "--output_dir" for finding in error.findings)
+        is_refused = any(finding.key == "--output_dir" for finding in error.findings) and folder is not None and folder.exists()
         if folder is not None and (is_refused or run_folder.has_ended(folder) or run_folder.is_taken(folder)):
             folder = None
         if folder is not None:

@@ -102,7 +102,15 @@ class NonFiniteError(RuntimeError):
 
 
 class NotSavedError(RuntimeError):
-    """The last checkpoint of a run, or of a life that was asked to stop, could not be written."""
+    """The last checkpoint of a run, or of a life that was asked to stop, could not be written.
+
+    Attributes:
+        older: name of the newest one that there is; "" for none.
+    """
+
+    def __init__(self, message: str, older: str) -> None:
+        super().__init__(message)
+        self.older = older
 
 
 class LagWatch:
@@ -413,9 +421,11 @@ class Trainer:
         if self._is_saved:
             return
         older = self.checkpointer.last_complete
-        there = older.name if older is not None and older.is_dir() else "none"
+        there = older.name if older is not None and older.is_dir() else ""
         raise NotSavedError(
-            f"the checkpoint of step {self.state.step} was not written ({self.checkpointer.last_failure}); newest complete one: {there}"
+            f"the checkpoint of step {self.state.step} was not written ({self.checkpointer.last_failure}); "
+            f"newest complete one: {there or 'none'}",
+            there,
         )
 
     def _save_last(self) -> None:

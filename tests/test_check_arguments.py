@@ -132,7 +132,9 @@ ARGUMENT_RULES = [
     Rule("--use_liger_kernel", "error", "contradict each other", "--use_liger_kernel --no_custom_kernels", "--no_custom_kernels"),
     Rule("--report_to", "error", "keep one of the two", "--report_to none tensorboard", "--report_to tensorboard"),
     Rule("--resume_from_checkpoint", "error", "does not exist", "--resume_from_checkpoint /no/such", "--resume_from_checkpoint auto"),
-    Rule("--resume_from_checkpoint", "error", "/ is no checkpoint", "--resume_from_checkpoint /", "--resume_from_checkpoint latest"),
+    Rule("--resume_from_checkpoint", "error", "/ is no checkpoint", "--resume_from_checkpoint /", "--resume_from_checkpoint auto"),
+    Rule("--resume_from_checkpoint", "error", "and there is no checkpoint in", "--resume_from_checkpoint latest", ""),
+    Rule("--resume_from_checkpoint", "error", "/etc/passwd is a file", "--resume_from_checkpoint /etc/passwd", ""),
     Rule(
         "--resume_from_checkpoint",
         "error",
@@ -454,3 +456,10 @@ def test_fast_paths_that_an_engine_lacks_are_refused(flags: str, engine: str, ex
 
     args = parse_args(["--model_name_or_path", "gpt2", "--output_dir", "out", *flags.split()])
     assert [f"{finding.key}: {finding.message}" for finding in kernel_findings(args, engine)] == expected
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-20").write_text("mine")
+    (tmp_path / "checkpoint-notes.txt").write_text("no checkpoint's name")
+    (line,) = [finding.line() for finding in run_findings(f"--model_type llama --output_dir {tmp_path}") if finding.key == "--output_dir"]
+    assert f"{tmp_path}/checkpoint-20 is not a folder" in line and "move it away" in line

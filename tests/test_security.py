@@ -176,6 +176,29 @@ def test_a_run_refuses_before_it_loads_anything(home: Path, tmp_path: Path) -> N
     refuse_foreign(parse_args(["--model_type", "llama", "--output_dir", "x"]), tmp_path / "empty")
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"state.json": {"size_bytes": 1, "sha256": "0"}}', None])
+def test_a_damaged_checkpoint_of_ones_own_asks_for_no_trust(content: str | None, home: Path, tmp_path: Path) -> None:
+    """It is passed over, as everything damaged is; what is behind it still has to be of this user."""
+    from harness.parsing import parse_args
+    from harness.resume import refuse_foreign
+
+    output = tmp_path / "out"
+    older = make_checkpoint(output)
+    newer = output / "checkpoint-9"
+    shutil.copytree(older, newer)
+    manifest = newer / MANIFEST
+    if content is None:  # a flipped bit that leaves it JSON
+        text = manifest.read_text()
+        at = text.index('"sha256": "') + len('"sha256": "')
+        content = text[:at] + ("0" if text[at] != "0" else "1") + text[at + 1 :]
+    manifest.write_text(content)
+    args = parse_args(["--model_type", "llama", "--output_dir", str(output)])
+    refuse_foreign(args, output)
+    (next((home / "checkpoints").iterdir())).unlink()
+    with pytest.raises(UserError, match=f"no run of yours.* has written {older}"):
+        refuse_foreign(args, output)
+
+
 # ---- models
 
 
