@@ -87,7 +87,8 @@ def build(request: ProbeRequest) -> Any:
 
     from harness.args import ModelArguments
     from harness.isolation import isolate_packed_documents
-    from harness.modeling import MODEL_CODE_ERRORS, first_line, load_config
+    from harness.model_files import MODEL_CODE_ERRORS, first_line
+    from harness.modeling import load_config
 
     is_file = request.model is not None and request.model.endswith(".json")
     arguments = ModelArguments(

@@ -5,8 +5,8 @@
     harness check --hostfile hosts -- deepspeed --num_gpus 4 harness/run_clm.py --deepspeed ds_configs/zero3.json ...
     harness check --write_template run.yaml
 
-`run_clm.py` runs the same rules (`check_run`, `check_names`) before it loads data or weights. Imports no torch unless modules are named: an
-answer takes about a second.
+`run_clm.py` runs the same rules (`check_run`, `check_names`) before it loads data or weights. Files alone are checked in about a second;
+for the arguments of a run the model is built empty from its config too, which loads torch.
 """
 
 from __future__ import annotations
@@ -93,18 +93,23 @@ def parse_run(tokens: Sequence[str]) -> Arguments:
         raise UserError([*error.findings, *more]) from None
 
 
-def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | None = None) -> list[Finding]:
+def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | None = None, *, always: bool = False) -> list[Finding]:
     """The rules that need the model, empty: only where flags name its modules, because they take seconds, and load torch.
 
     Args:
         known: what was found before; nothing is said twice of a model that cannot be used.
         machine: where it runs; None: this machine.
+        always: also where no modules are named, if the model is on this machine or made from scratch.
 
     Returns:
         Further findings.
     """
     wrong = {finding.key.removeprefix("--") for finding in known if finding.severity == "error"}
-    if not names_modules(args) or model_facts(args).problems or wrong & {"lora_r", "lora_alpha", "rank_pattern", "alpha_pattern"}:
+    if wrong & {"lora_r", "lora_alpha", "rank_pattern", "alpha_pattern"} or model_facts(args).problems:
+        return []
+    source = args.model.config_name or args.model.model_name_or_path
+    always = always and (source is None or Path(source).expanduser().exists())
+    if not (always or names_modules(args)):
         return []
     from harness.check_model import model_findings
 
@@ -344,7 +349,7 @@ def _of_run(args: Arguments, num_processes: int, num_machines: int, environ: Map
     outside = {name: value for name, value in environ.items() if name not in ranks}
     outside["LOCAL_WORLD_SIZE"] = str(max(1, num_processes // num_machines))
     findings = check_run(args, num_processes=num_processes, environ=outside, machine=machine)
-    return findings + check_names(args, findings, machine)
+    return findings + check_names(args, findings, machine, always=True)
 
 
 def _collect(findings: list[Finding], function: Any, *values: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Names of a run's flags against the model they are about: LoRA's targets, layers and patterns, and a device map's modules.
+"""A run against its model: can it be built and trained causally, and are there LoRA's targets, layers and a device map's modules in it.
 
-The model is built empty from its config, before weights and data are read. Loads torch, so callers ask `names_modules` first.
+The model is built empty from its config, before weights and data are read. Loads torch, so a run, which builds it soon anyway, asks
+`names_modules` first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from harness.args import Arguments
 from harness.argument_rules import names_in_lora
 from harness.device_map_text import DEVICE_MAPS, read_device_map
 from harness.findings import Finding, UserError
+from harness.isolation import causal_findings
 from harness.lora import attach_lora
 from harness.model_units import check_device_map, check_devices
-from harness.modeling import load_config
+from harness.modeling import load_config, not_causal
 from harness.partition import normal_device
 from harness.placement import meta_model
 
@@ -37,14 +39,17 @@ def model_findings(args: Arguments, num_gpus: int) -> list[Finding]:
     if card and not names_in_lora(args):
         return check_devices([int(card[1] or 0)], num_gpus)
     try:
-        model = meta_model(load_config(args.model), trust_remote_code=args.model.trust_remote_code)
+        config = load_config(args.model)
+        if refusal := not_causal(config):
+            return [refusal]
+        model = meta_model(config, trust_remote_code=args.model.trust_remote_code)
     except UserError as error:
         source = args.model.config_name or args.model.model_name_or_path
         if source is None or Path(source).expanduser().exists():
             return error.findings
         found = error.findings[0]
-        return [Finding("info", found.key, f"names of modules were not compared with the model: {found.message}")]
-    findings: list[Finding] = []
+        return [Finding("info", found.key, f"the model was not looked at: {found.message}")]
+    findings = causal_findings(model, args.data.keeps_documents_apart)
     if card:
         findings += check_devices([int(card[1] or 0)], num_gpus)
     elif args.maps.device_map is not None:

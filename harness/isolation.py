@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from harness import varlen_attention
+from harness.findings import Finding
 
 _documents: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -90,6 +91,21 @@ def mixing_layers(model: Any) -> Iterator[str]:
     yield from sorted(kind for kind in kinds if any(word in kind for word in ("linear", "conv", "mamba", "recurrent")))
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         yield "convolutions over tokens"
+
+
+def causal_findings(model: Any, keeps_documents_apart: bool) -> list[Finding]:
+    """Why tokens of this model would see what they must not: what they are to predict, or another document of their pack."""
+    kind = type(model).__name__
+    found: list[Finding] = []
+    if is_encoder(model):
+        message = f"{kind} is an encoder by its config: every token would see those that it is to predict"
+        fix = "set is_decoder to true in the model's config.json, or with --config_overrides is_decoder=true"
+        found.append(Finding("error", "is_decoder", message, fix))
+    if keeps_documents_apart and not can_isolate(model):
+        mixing = ", ".join(mixing_layers(model))
+        message = f"{kind} cannot keep the documents of a pack apart{f' ({mixing})' if mixing else ''}"
+        found.append(Finding("error", "--no_document_isolation", message, "add --no_document_isolation, or use --packing none"))
+    return found
 
 
 def is_encoder(model: Any) -> bool:

@@ -365,19 +365,8 @@ def _check_model(args: Arguments, empty: modeling.EmptyModel) -> None:
     text = empty.config.get_text_config() if hasattr(empty.config, "get_text_config") else empty.config
     if problems := list(model_findings(args.train.sequence_parallel_size, lambda name: getattr(text, name, None))):
         raise UserError(problems)
-    if isolation.is_encoder(empty.model):
-        raise user_error(
-            "is_decoder",
-            f"{type(empty.model).__name__} is an encoder by its config: every token would see those that it is to predict",
-            "set is_decoder to true in the model's config.json, or with --config_overrides is_decoder=true",
-        )
-    if args.data.keeps_documents_apart and not isolation.can_isolate(empty.model):
-        mixing = ", ".join(isolation.mixing_layers(empty.model))
-        raise user_error(
-            "--no_document_isolation",
-            f"{type(empty.model).__name__} cannot keep the documents of a pack apart{f' ({mixing})' if mixing else ''}",
-            "add --no_document_isolation, or use --packing none",
-        )
+    if problems := isolation.causal_findings(empty.model, args.data.keeps_documents_apart):
+        raise UserError(problems)
 
 
 def _attend_by_length(args: Arguments, empty: modeling.EmptyModel, engine_name: str, precision: str, coordinator: Coordinator) -> None:

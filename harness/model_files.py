@@ -163,6 +163,16 @@ def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]
     return [Finding("info", "estimated fit", f"{needed} of {smallest / 2**30:.1f} GiB, before activations", "harness plan has the details")]
 
 
+# What a model's code raises for values that it was never meant for.
+MODEL_CODE_ERRORS = (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError)
+
+
+def first_line(error: BaseException) -> str:
+    """What a model's code says is wrong: for one who did not write it, so a KeyError is named."""
+    message = (str(error) or type(error).__name__).splitlines()[0]
+    return f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
+
+
 # Sizes in a config (also under GPT-2's names) with a limit that no model comes near: building one of 10^9 layers takes all the memory.
 _SIZES = {
     **{"hidden_size": 2**24, "intermediate_size": 2**28, "vocab_size": 2**31, "num_attention_heads": 2**20, "num_key_value_heads": 2**20},
@@ -199,7 +209,23 @@ def impossible_sizes(value_of: Callable[[str], Any]) -> list[Finding]:
         bad("num_attention_heads", f"{heads} heads are more than the hidden size {hidden}")
     if isinstance(groups, int) and heads % groups:
         bad("num_key_value_heads", f"{heads} heads cannot share {groups} key-value heads evenly")
+    for key, message in _too_few_experts(value_of):
+        bad(key, message)
     return findings
+
+
+# Under the names of the model families: how many experts each token goes to, and how many there are.
+_EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
+
+
+def _too_few_experts(value_of: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """(key, message) where a token goes to more experts than there are; the model would find out in its first step."""
+    counts = [(key, value) for key in _EXPERTS if type(value := value_of(key)) is int and value > 0]  # True is no count
+    for key in _EXPERTS_OF_A_TOKEN:
+        wanted = value_of(key)
+        if counts and type(wanted) is int and wanted > max(count for _, count in counts):
+            yield key, f"{wanted} experts for each token are more than the {counts[0][1]} of {counts[0][0]}"
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions")

@@ -30,7 +30,14 @@ from harness.args import ModelArguments
 from harness.findings import Finding, UserError, user_error
 from harness.hub import stay_offline_without_hub
 from harness.initialisation import initialise, owners_of, seeded
-from harness.model_files import damaged_tokenizer_file, impossible_sizes, impossible_values, names_a_path
+from harness.model_files import (
+    MODEL_CODE_ERRORS,
+    damaged_tokenizer_file,
+    first_line,
+    impossible_sizes,
+    impossible_values,
+    names_a_path,
+)
 from harness.run_folder import is_a_runs
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
 from harness.user_files import open_regular, parse_json
@@ -161,14 +168,14 @@ def load_config(args: ModelArguments) -> Any:
     return config
 
 
-# What a model's code raises for values that it was never meant for.
-MODEL_CODE_ERRORS = (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError)
+def not_causal(config: Any) -> Finding | None:
+    """Why transformers has no causal language model for a config; None where it has, or the config brings its own code."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-
-def first_line(error: BaseException) -> str:
-    """What a model's code says is wrong: for one who did not write it, so a KeyError is named."""
-    message = (str(error) or type(error).__name__).splitlines()[0]
-    return f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
+        return None
+    message = f"{config.model_type} is no causal language model in this transformers"
+    return Finding("error", "model_type", message, "a model that writes text from left to right, such as llama, qwen3 or gpt2")
 
 
 def _unknown_names(value_of: Callable[[str], Any]) -> list[Finding]:
@@ -342,6 +349,8 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    if refusal := not_causal(config):
+        raise UserError(refusal)
     scratch = args.model_name_or_path is None
     if scratch:
         fit_vocabulary(config, tokenizer, args)

@@ -172,8 +172,33 @@ def test_names_of_a_model_that_is_not_to_be_had_are_a_note(monkeypatch: pytest.M
     assert check_names(args, []) == []  # all linear layers: nothing is named
     args.lora.target_modules = ["q_proj"]
     assert [finding.line() for finding in check_names(args, [])] == [
-        "info    --model_name_or_path: names of modules were not compared with the model: some/model is neither a folder nor in the cache"
+        "info    --model_name_or_path: the model was not looked at: some/model is neither a folder nor in the cache"
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "lama"}, "unknown architecture lama -> did you mean llama?"),
+        ({"model_type": "t5"}, "t5 is no causal language model"),
+        ({"model_type": "bert"}, "is an encoder by its config"),
+        ({"hidden_act": "sillu"}, "unknown activation sillu -> did you mean silu?"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 4}, "4 experts for each token are more than the 2 of"),
+    ],
+)
+def test_a_config_that_cannot_be_trained_is_refused_by_the_check_as_by_the_run(
+    changes: dict[str, object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from harness import check_config
+
+    config = {"model_type": "llama", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_attention_heads": 4, **changes}))
+    text_file(tmp_path)
+    tokens = command(tmp_path, model_type=None, config_overrides=None, config_name=tmp_path / "config.json")
+    if changes.get("model_type") != "bert":  # transformers logs to an earlier test's closed file
+        fails(tokens, capsys, words)
+    assert check_config.main(["--num_processes", "1", *tokens]) == 2
+    assert words in capsys.readouterr().out
 
 
 def test_several_mistakes_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
