@@ -153,7 +153,7 @@ def _zero_findings(config: Mapping[str, Any], num_processes: int | None, machine
         yield Finding("warning", "zero_optimization", "is missing: nothing is sharded", 'add "zero_optimization": {"stage": 2}')
     elif stage not in (0, 1, 2, 3):
         yield Finding("error", "zero_optimization.stage", f"there is no stage {stage:g}", "1, 2 or 3")
-    elif stage == 0:
+    elif stage == 0 and is_number(get_value(config, "zero_optimization.stage", 0)):  # one that is no number is said elsewhere
         yield Finding("warning", "zero_optimization.stage", "0 shards nothing: that is DDP", "1, 2 or 3")
     if stage < 3:
         for key in zero:

@@ -203,8 +203,11 @@ class FindingParser(argparse.ArgumentParser):
 
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors first, then warnings, then infos; the order within one severity is kept; duplicates go."""
-    return sorted(dict.fromkeys(findings), key=lambda finding: _ORDER[finding.severity])
+    """Errors first, then warnings, then infos; the order within one severity is kept; what was said before goes, whatever its fix."""
+    said: dict[tuple[str, str, str], Finding] = {}
+    for finding in findings:
+        said.setdefault((finding.severity, finding.key, finding.message), finding)
+    return sorted(said.values(), key=lambda finding: _ORDER[finding.severity])
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:

@@ -68,6 +68,17 @@ def test_a_command_for_two_machines(
     assert "9 processes on this machine, which has 8 cards" in capsys.readouterr().out
 
 
+def test_a_wrong_value_is_said_once_and_nothing_is_said_of_what_would_stand_in_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clipping": "none", "zero_optimization": {"stage": "two"}}')
+    run = ["--model_type", "llama", "--tokenizer_name", "bytes", "--train_file", str(path), "--output_dir", str(tmp_path / "out")]
+    assert main(["--num_processes", "2", "--deepspeed", str(path), *run]) == 2
+    printed = capsys.readouterr().out
+    assert printed.count("gradient_clipping") == 1 and printed.count("zero_optimization.stage") == 1, printed
+
+
 def test_the_checks_import_no_torch() -> None:
     code = (
         "import sys; from harness.check_config import main; code = main(['--deepspeed', 'ds_configs/zero3.json',"
