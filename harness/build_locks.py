@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import platform
 import shutil
@@ -21,6 +22,8 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger("harness")
 
 
 def extensions_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -136,8 +139,12 @@ def wait_for_lock(lock: Path, limit_s: float) -> None:
     Raises:
         LockedBuildError: its owner has died, or the limit has passed; says what to do.
     """
-    deadline = time.monotonic() + limit_s
+    started = time.monotonic()
+    deadline, said = started + limit_s, False
     while lock.exists():
+        if not said and time.monotonic() > started + 2.0:
+            log.info("waiting until %s is compiled by another process", lock.parent.name)
+            said = True
         if is_abandoned(lock):
             raise LockedBuildError(
                 f"the compilation of {lock.parent.name} that this process waited for was killed: start again, or rm {lock}"
@@ -152,7 +159,9 @@ def wait_for_lock(lock: Path, limit_s: float) -> None:
 
 
 def limit_waits(limit_s: float) -> None:
-    """From here on torch's compilations in this process write into their lock whose it is, and wait for another's at most `limit_s`."""
+    """From here on torch's compilations in this process are announced, write into their lock whose it is, and wait for another's at most
+    `limit_s`.
+    """
     from torch.utils.file_baton import FileBaton
 
     take = FileBaton.try_acquire
@@ -160,8 +169,11 @@ def limit_waits(limit_s: float) -> None:
     def try_acquire(baton: Any) -> bool | None:
         taken = take(baton)
         if taken:
+            lock = Path(baton.lock_file_path)
             with contextlib.suppress(OSError):
-                Path(baton.lock_file_path).write_text(this_machine(), encoding="utf-8")
+                lock.write_text(this_machine(), encoding="utf-8")
+            if not (lock.parent / f"{lock.parent.name}.so").exists():
+                log.info("compiling %s: a minute or two, once on this machine", lock.parent.name, extra={"all_ranks": True})
         return taken
 
     if not hasattr(take, "__wrapped__"):
