@@ -20,7 +20,7 @@ from harness.candidates import Candidate, evaluate
 from harness.cards import card_of_size, hardware_of
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.ladder import MemorySettings
-from harness.memory import machine_factors, measure
+from harness.memory import lora_request, machine_factors, measure
 from harness.model_shape import RunShape
 from harness.run_plan import JobFacts, engine_name, probe_request, run_shape
 
@@ -88,8 +88,7 @@ def _changes(args: Arguments, run: RunShape) -> dict[str, tuple[RunShape, dict[s
         half = dataclasses.replace(run, block_size=run.block_size // 2)
         changes[f"--block_size {half.block_size}"] = (half, probe_request(args, half))
     if not run.lora:
-        lora = {"r": LORA_R, "target_modules": "all-linear"}
-        changes[f"--lora_r {LORA_R}"] = (dataclasses.replace(run, lora=True), {**request, "lora": lora})
+        changes[f"--lora_r {LORA_R}"] = (dataclasses.replace(run, lora=True), {**request, "lora": lora_request(LORA_R)})
     if OPTIMIZER_STATE_BYTES[run.optimizer] > OPTIMIZER_STATE_BYTES["adamw_bf16"] and not run.engine.startswith("zero"):
         changes["--optim adamw_bf16"] = (dataclasses.replace(run, optimizer="adamw_bf16"), request)
     if run.optimizer.startswith("adamw_") and run.optimizer != "adamw_8bit" and importlib.util.find_spec("torchao") is not None:

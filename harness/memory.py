@@ -362,6 +362,11 @@ def _request_key(request: dict[str, Any]) -> str | None:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+def lora_request(lora_r: int | None, lora_dropout: float = 0.0, target_modules: Sequence[str] = ("all-linear",)) -> dict[str, Any] | None:
+    """What a request (`harness.activation_probe.ProbeRequest`) says of adapters; None without them."""
+    return None if lora_r is None else {"lora_r": lora_r, "lora_dropout": lora_dropout, "target_modules": list(target_modules)}
+
+
 def measure(requests: Sequence[dict[str, Any]], timeout_s: float = 300.0) -> Measured:
     """Measures a model in a child process; answers are cached, for each way in which weights look by itself.
 

@@ -24,7 +24,7 @@ from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
 from harness.ladder import MemorySettings
 from harness.machine import Machine, detect_machine
-from harness.memory import machine_factors, measure
+from harness.memory import lora_request, machine_factors, measure
 from harness.model_files import names_a_path
 from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOptions
 from harness.monitor import peak_flops
@@ -189,9 +189,6 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
     """What must be measured, in each way in which weights look inside the products."""
     modes = list(dict.fromkeys(RunShape(engine, 1, 2, precision=options.precision).weights for engine in engines))
     chunks = [options.loss_chunk_size] + ([] if options.loss_chunk_size else [1024])
-    lora = None
-    if options.lora_r:
-        lora = {"lora_r": options.lora_r, "lora_dropout": options.lora_dropout, "target_modules": options.target_modules}
     pinned = options.activation_checkpointing
     return {
         "model": options.model,
@@ -203,7 +200,7 @@ def _request(options: argparse.Namespace, engines: Sequence[EngineName]) -> dict
         "block_size": options.block_size,
         "checkpointing": ["none", pinned] if pinned not in (None, "none") else (["none"] if pinned else ["none", "selective", "full"]),
         "loss_chunks": chunks,
-        "lora": lora,
+        "lora": lora_request(options.lora_r, options.lora_dropout, options.target_modules),
         "documents": options.document_isolation,
         "weights": modes,
         "sequence_parallel_size": options.sequence_parallel_size,

@@ -29,7 +29,7 @@ from harness.deepspeed_keys import zero_size
 from harness.engine_memory import GIB, OPTIMIZER_STATE_BYTES
 from harness.findings import UserError
 from harness.ladder import MemorySettings, Rung
-from harness.memory import Factors, machine_factors, measure, record_measurement
+from harness.memory import Factors, lora_request, machine_factors, measure, record_measurement
 from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOptions
 from harness.plan_report import number, settings_text
 from harness.templates import fsdp_template_of, load_deepspeed_template
@@ -159,11 +159,6 @@ def run_shape(args: Arguments, engine: EngineName, facts: JobFacts, environ: Map
 def probe_request(args: Arguments, run: RunShape) -> dict[str, Any]:
     """What must be measured of the model; see `harness.activation_probe.ProbeRequest`."""
     attention = args.model.attn_implementation or "sdpa"
-    targets = args.lora.target_modules
-    lora = None
-    if args.lora.lora_r is not None:
-        names = targets[0] if targets == ["all-linear"] else list(targets)
-        lora = {"r": args.lora.lora_r, "lora_dropout": args.lora.lora_dropout, "target_modules": names}
     chunk = args.train.loss_chunk_size
     return {
         "model": args.model.model_name_or_path or args.model.config_name,
@@ -175,7 +170,7 @@ def probe_request(args: Arguments, run: RunShape) -> dict[str, Any]:
         "block_size": run.block_size,
         "checkpointing": ["none", "selective", "full"],
         "loss_chunks": [chunk] if chunk else [0, 1024],
-        "lora": lora,
+        "lora": lora_request(args.lora.lora_r, args.lora.lora_dropout, args.lora.target_modules),
         "documents": args.data.keeps_documents_apart,
         "weights": [run.weights],
         "sequence_parallel_size": run.sequence_parallel_size,

@@ -55,7 +55,7 @@ def test_the_parts_of_the_peak_and_what_would_help(cached: Path, monkeypatch: py
     peak = re.search(r"Expected at the peak with these settings \((\w+), ([\d.]+) GiB\): (.+?)\. By", text)
     assert peak is not None and peak.group(1) in {"forward", "loss", "backward", "reduction", "update"}
     found = needs(text)
-    assert set(few) & set(found)
+    assert set(few) <= set(found), text
     whole = re.search(r"instead of ([\d.]+) GiB", text)
     assert whole is not None and all(size <= float(whole.group(1)) for size in found.values())
 

@@ -155,7 +155,7 @@ def test_a_planner_that_fails_does_not_stop_the_run(monkeypatch: pytest.MonkeyPa
 def test_request_follows_the_arguments(closed_forms: list[dict[str, Any]]) -> None:
     plan(job=facts("ddp", card_gib=900), lora_r=8, packing="none", attn_implementation="eager")
     (request,) = closed_forms
-    assert request["lora"] == {"r": 8, "lora_dropout": 0.0, "target_modules": "all-linear"}
+    assert request["lora"] == {"lora_r": 8, "lora_dropout": 0.0, "target_modules": ["all-linear"]}
     assert (request["documents"], request["attention"], request["weights"], request["loss_chunks"]) == (
         False,
         "eager",

@@ -39,8 +39,9 @@ BF16 = {"bf16": {"enabled": True}}
 DTYPES: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": BF16, "bf16, sums in fp32": {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}}
 
 
-def config(stage: int, device: str, dtype: str) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 600, "stage3_param_persistence_threshold": 40}
+def config(stage: int, device: str, dtype: str, **more: Any) -> dict[str, Any]:
+    """DeepSpeed's, for a model this small; `more` goes into its "zero_optimization"."""
+    zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": 600, "stage3_param_persistence_threshold": 40, **more}
     if device != "none":
         zero["offload_optimizer"] = {"device": device}
     return {
@@ -110,6 +111,30 @@ def two_steps(engine: Any, samples: list[torch.Tensor], fail_at: str) -> tuple[l
     return weights(engine), norms, failed
 
 
+def wrong_updates(cases: list[tuple[int, str, str]], seed: int, device: str = "cpu", **zero: Any) -> list[str]:
+    """What differs after a failed try from a run without one, for each case and place; called in step on all ranks.
+
+    Args:
+        cases: (ZeRO stage, device of the optimizer's state, dtypes).
+        seed: of this rank's samples.
+        device: where the model is.
+        zero: more for DeepSpeed's "zero_optimization".
+    """
+    source = torch.Generator().manual_seed(seed)
+    samples = [torch.randint(0, 32, (6, 8), generator=source).to(device) for _ in range(2)]
+    wrong = []
+    for case in cases:
+        expected, norms, _ = two_steps(build(config(*case, **zero)), samples, "")
+        for place in PLACES:
+            got, got_norms, failed = two_steps(build(config(*case, **zero)), samples, place)
+            if not failed:
+                wrong.append(f"stage {case}, {place}: nothing failed")
+            bad = [index for index, (one, two) in enumerate(zip(got, expected, strict=True)) if not torch.equal(one, two)]
+            if bad or got_norms != norms:
+                wrong.append(f"stage {case}, {place}: weights {bad} differ, norms {got_norms} instead of {norms}")
+    return wrong
+
+
 def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     import deepspeed
@@ -119,18 +144,7 @@ def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]]) -> None:
     deepspeed.init_distributed("gloo")
     gc.collect()
     gc.freeze()  # DeepSpeed collects garbage whenever an engine is built
-    source = torch.Generator().manual_seed(rank)
-    samples = [torch.randint(0, 32, (6, 8), generator=source) for _ in range(2)]
-    wrong = []
-    for case in cases:
-        expected, norms, _ = two_steps(build(config(*case)), samples, "")
-        for place in PLACES:
-            got, got_norms, failed = two_steps(build(config(*case)), samples, place)
-            if not failed:
-                wrong.append(f"stage {case}, {place}: nothing failed")
-            bad = [index for index, (one, two) in enumerate(zip(got, expected, strict=True)) if not torch.equal(one, two)]
-            if bad or got_norms != norms:
-                wrong.append(f"stage {case}, {place}: weights {bad} differ, norms {got_norms} instead of {norms}")
+    wrong = wrong_updates(cases, seed=rank)
     dist.barrier()
     dist.destroy_process_group()
     assert not wrong, "\n".join(wrong)
