@@ -38,7 +38,7 @@ from harness.candidates import evaluate  # noqa: E402
 from harness.engine_memory import GIB  # noqa: E402
 from harness.ladder import MemorySettings  # noqa: E402
 from harness.machine import detect_machine  # noqa: E402
-from harness.memory import measure  # noqa: E402
+from harness.memory import lora_request, measure  # noqa: E402
 from harness.model_shape import EngineName, Measured, RunShape  # noqa: E402
 from harness.step_time import Hardware  # noqa: E402
 
@@ -116,7 +116,7 @@ class Row:
             "checkpointing": sorted({"none", self.mode}),
             "loss_chunks": [self.chunk],
             "documents": self.isolated,
-            "lora": {"r": self.lora_r, "target_modules": "all-linear"} if self.lora_r else None,
+            "lora": lora_request(self.lora_r or None),
         }
 
 

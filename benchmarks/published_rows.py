@@ -22,7 +22,7 @@ if __package__ in (None, ""):
 
 from harness.engine_memory import GIB  # noqa: E402
 from harness.ladder import MemorySettings  # noqa: E402
-from harness.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVED_FACTOR, WORKSPACE_BYTES, estimate_memory, measure  # noqa: E402
+from harness.memory import CONTEXT_BYTES, NCCL_BYTES, RESERVED_FACTOR, WORKSPACE_BYTES, estimate_memory, lora_request, measure  # noqa: E402
 from harness.model_shape import Measured, RunShape  # noqa: E402
 
 MIB = 2**20
@@ -200,7 +200,7 @@ def model_rows() -> Iterator[Row]:
         yield Row(f"3B one card, {name}", tune, "active", published * GIB, best, note)
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    large_model = _measured(LLAMA2_70B, {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": targets})
+    large_model = _measured(LLAMA2_70B, lora_request(8, 0.1, targets))
     run = RunShape("zero3", 8, MEASURED_BLOCK, samples_per_step=16, lora=True)
     predicted = _predict(large_model, run, cut(16384, "full"), "nvidia-smi")
     yield Row("70B LoRA r 8, ZeRO-3 x 8, 8 x 2048, full", "PEFT docs, deepspeed.md, H100", "nvidia-smi", 64 * GB, predicted)
