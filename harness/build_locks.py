@@ -159,9 +159,7 @@ def wait_for_lock(lock: Path, limit_s: float) -> None:
 
 
 def limit_waits(limit_s: float) -> None:
-    """From here on torch's compilations in this process are announced, write into their lock whose it is, and wait for another's at most
-    `limit_s`.
-    """
+    """From here on torch's compilations in this process write into their lock whose it is, and wait for another's at most `limit_s`."""
     from torch.utils.file_baton import FileBaton
 
     take = FileBaton.try_acquire
@@ -169,11 +167,8 @@ def limit_waits(limit_s: float) -> None:
     def try_acquire(baton: Any) -> bool | None:
         taken = take(baton)
         if taken:
-            lock = Path(baton.lock_file_path)
             with contextlib.suppress(OSError):
-                lock.write_text(this_machine(), encoding="utf-8")
-            if not (lock.parent / f"{lock.parent.name}.so").exists():
-                log.info("compiling %s: a minute or two, once on this machine", lock.parent.name, extra={"all_ranks": True})
+                Path(baton.lock_file_path).write_text(this_machine(), encoding="utf-8")
         return taken
 
     if not hasattr(take, "__wrapped__"):
