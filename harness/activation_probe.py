@@ -87,7 +87,7 @@ def build(request: ProbeRequest) -> Any:
 
     from harness.args import ModelArguments
     from harness.isolation import isolate_packed_documents
-    from harness.model_files import MODEL_CODE_ERRORS, first_line
+    from harness.model_files import MODEL_CODE_ERRORS, what_failed
     from harness.modeling import load_config
 
     is_file = request.model is not None and request.model.endswith(".json")
@@ -112,7 +112,7 @@ def build(request: ProbeRequest) -> Any:
                     raise
                 model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **options)
     except MODEL_CODE_ERRORS as error:
-        raise user_error("--model", f"cannot build this model: {first_line(error)[:200]}", "check the config") from None
+        raise user_error("--model", f"cannot build this model: {what_failed(error)[:200]}", "check the config") from None
     model.tie_weights()
     text = model.config.get_text_config()
     if problems := list(model_findings(request.sequence_parallel_size, lambda name: getattr(text, name, None))):

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.args import Arguments
 from harness.check_savers import saver_findings
-from harness.checkpoint_files import list_checkpoints, no_checkpoint, step_of
+from harness.checkpoint_files import no_checkpoint, step_of
 from harness.findings import Finding
 from harness.host_checks import size_text
 from harness.machine import GIB, Machine
@@ -414,6 +414,11 @@ def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iter
 # ---------------------------------------------------------------- folders, trackers, flags without effect
 
 
+def _named_as_checkpoints(folder: Path) -> list[Path]:
+    """None where the folder may not be read, which is said elsewhere."""
+    return [path for path in folder.glob("checkpoint-*") if step_of(path) >= 0]
+
+
 def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
     train = args.train
     if train.output_dir:
@@ -425,7 +430,7 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
             yield Finding("error", "--output_dir", f"cannot write to {existing}", "choose a folder you may write to")
         elif odd := [target / name for name in _RUN_FILES if (target / name).exists() and not (target / name).is_file()]:
             yield Finding("error", "--output_dir", f"{odd[0]} is not a regular file", "remove it, or choose another folder")
-        elif odd := [path for path in target.glob("checkpoint-*") if step_of(path) >= 0 and not path.is_dir()]:
+        elif odd := [path for path in _named_as_checkpoints(target) if not path.is_dir()]:
             yield Finding("error", "--output_dir", f"{odd[0]} is not a folder, and a checkpoint is to be one", "move it away")
         else:
             free = shutil.disk_usage(existing).free
@@ -436,7 +441,7 @@ def _folder_findings(args: Arguments, facts: ModelFacts) -> Iterator[Finding]:
                 message = f"{size_text(free)} are free at {existing}, and {wants}"
                 yield Finding("warning", "--output_dir", message, "another disk, or --save_strategy no")
     resume = train.resume_from_checkpoint
-    if resume and resume.lower() == "latest" and train.output_dir and not list_checkpoints(Path(train.output_dir)):
+    if resume and resume.lower() == "latest" and train.output_dir and not _named_as_checkpoints(Path(train.output_dir)):
         message = f"latest, and there is no checkpoint in {train.output_dir}"
         yield Finding("error", "--resume_from_checkpoint", message, "leave it out to start anew, or name a checkpoint's folder")
     if resume and resume.lower() not in ("auto", "latest", "true"):

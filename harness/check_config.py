@@ -79,18 +79,23 @@ def check_run(args: Arguments, *, num_processes: int, environ: Mapping[str, str]
     return sort_findings(findings)
 
 
+def with_paths(error: ParsingError) -> UserError:
+    """The mistakes of a command line, and what is wrong with the files that it names."""
+    said = {finding.key for finding in error.findings}
+    more = [finding for finding in path_findings(error.parsed) if finding.severity == "error" and finding.key not in said]
+    return UserError([*error.findings, *more])
+
+
 def parse_run(tokens: Sequence[str]) -> Arguments:
-    """`parse_args`, which for a command line that cannot be read also looks at the files that it names.
+    """`parse_args`.
 
     Raises:
-        UserError: all of that, together.
+        UserError: all that is wrong with the command line and the files that it names, together.
     """
     try:
         return parse_args(tokens)
     except ParsingError as error:
-        said = {finding.key for finding in error.findings}
-        more = [finding for finding in path_findings(error.parsed) if finding.severity == "error" and finding.key not in said]
-        raise UserError([*error.findings, *more]) from None
+        raise with_paths(error) from None
 
 
 def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | None = None, *, always: bool = False) -> list[Finding]:

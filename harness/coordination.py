@@ -315,7 +315,8 @@ def _twice(rank: int) -> UserError:
 
 def _missing(store: dist.Store, size: int, timeout_s: float) -> tuple[list[str], str]:
     """Ranks that do not come within the limit; or none, and what is wrong with one, for which nobody is waited any more: "rank size" of one
-    that knows another number of ranks, "rank twice" of one that there are two of."""
+    that knows another number of ranks, "rank twice" of one that there are two of.
+    """
     deadline = time.monotonic() + timeout_s
     missing: list[str] = []
     for rank in range(size):

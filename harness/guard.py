@@ -29,11 +29,21 @@ from typing import Any, Protocol
 from harness import cgroups, guard_line, whereabouts
 from harness.guard_line import die_with_parent
 from harness.processes import open_standard_files
-from harness.relaunch_hub import IN_ORDER, RELAUNCH, Hub, Lines, Report, Ruling, Rulings, gone, send_line, signal_text, watch_peer
+from harness.relaunch_hub import (
+    IN_ORDER,
+    PREEMPTED,
+    RELAUNCH,
+    Hub,
+    Lines,
+    Report,
+    Ruling,
+    Rulings,
+    gone,
+    send_line,
+    signal_text,
+    watch_peer,
+)
 from harness.standby import Standby
-
-# As harness.run_folder has them, which a guard imports only when it needs it.
-FAILED, PREEMPTED = 1, 75
 
 CHILD_VARIABLE = "HARNESS_CHILD"
 NO_GUARD_VARIABLE = "HARNESS_NO_GUARD"
@@ -136,8 +146,8 @@ class Guard:
         self.from_hub = Lines()
         self.ruling: Ruling | None = None
         self.attempt = 0
-        self.reported = self.stop_asked = self.is_orphan = False
-        self.stop_signal = ""
+        self.reported = self.is_orphan = False
+        self.stop_signal = ""  # what asked to stop
         self.child_hears = True  # signals; a child of a later life says when
         self.cause: dict[str, Any] | None = None
         self.held: dict[str, int] = {}
@@ -271,9 +281,8 @@ class Guard:
     def _after_end(self, child: Child) -> int | None:
         """What a child that has ended leads to: an exit code of this process, or None where it is not known yet or a new child runs."""
         assert child.returncode is not None
-        if self.ruling is not None and self.ruling.kind == "stop":
-            self._record(self.ruling.why, code=PREEMPTED)
-            return PREEMPTED
+        if self._is_to_stop():
+            return self._stopped()
         if not self.reported:
             while self.line.fileno() >= 0:  # what it said last
                 self._hear_child(self.line)
@@ -286,7 +295,9 @@ class Guard:
             if cause is None:
                 self._record_kill()  # at once: the others fail because of it, and the first reason stays
             self._report(Report(self.rank, self.attempt, child.returncode, cause))
-        if self.ruling is not None and self.ruling.kind == "relaunch" and not self.stop_asked:
+            if child.returncode == RELAUNCH and self._is_to_stop():  # a job of one process has its ruling at once
+                return self._stopped()
+        if self.ruling is not None and self.ruling.kind == "relaunch" and not self.stop_signal:
             self.attempt = self.ruling.attempt
             if self.rank == 0:
                 print(f"starting all ranks again (life {self.attempt + 1})", file=sys.stderr, flush=True)
@@ -303,6 +314,14 @@ class Guard:
         elif child.returncode < 0 and self.is_orphan:
             self._record(f"rank {self.rank} was ended without a save, because {ORPHANED}", is_consequence=True)
         return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
+
+    def _is_to_stop(self) -> bool:
+        return self.ruling is not None and self.ruling.kind == "stop"
+
+    def _stopped(self) -> int:
+        assert self.ruling is not None
+        self._record(self.ruling.why, code=PREEMPTED)
+        return PREEMPTED
 
     def _why(self, code: int) -> dict[str, Any] | None:
         """A lack of memory that the child reported or the kernel ended it for."""
@@ -328,10 +347,10 @@ class Guard:
             self._record(self.killed_by)
             self.killed_by = ""
 
-    def _record(self, reason: str, is_consequence: bool = False, code: int = FAILED) -> None:
-        from harness.run_folder import record_exit  # only now: a guard is to stay small
+    def _record(self, reason: str, is_consequence: bool = False, code: int | None = None) -> None:
+        from harness.run_folder import FAILED, record_exit  # only now: a guard is to stay small
 
-        record_exit(self.folder, code, reason, self.rank, self.started_s, is_consequence=is_consequence)
+        record_exit(self.folder, FAILED if code is None else code, reason, self.rank, self.started_s, is_consequence=is_consequence)
 
     # ---- where everybody is
 
@@ -419,7 +438,7 @@ class Guard:
         if ruling is None:
             return
         self.ruling = ruling
-        if ruling.kind == "relaunch" and self.stop_asked:
+        if ruling.kind == "relaunch" and self.stop_signal:
             self._stop_between_lives()
             return
         if ruling.kind == "done" or self.child is None or self.child.poll() is not None:
@@ -451,7 +470,7 @@ class Guard:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(self.read_end, 64):
                 if number in FORWARDED:
-                    self.stop_asked, self.stop_signal = True, signal.Signals(number).name
+                    self.stop_signal = signal.Signals(number).name
                     if self._is_between_lives():
                         self._stop_between_lives()
                     else:
@@ -488,9 +507,9 @@ class Guard:
             if all(is_alive(pid, started) for pid, started in self.launchers):
                 return
             print(f"{ORPHANED}: stopping, after a save if training has begun", file=sys.stderr, flush=True)
-            self.is_orphan = not self.stop_asked  # else it was asked to stop before, and the launcher has only not waited for it
+            self.is_orphan = not self.stop_signal  # else it was asked to stop before, and the launcher has only not waited for it
             self._ask_to_stop(ORPHANED if self.is_orphan else "")
-            self.stop_asked, self.stop_signal = True, self.stop_signal or "the end of the launcher"
+            self.stop_signal = self.stop_signal or "the end of the launcher"
             self.kill_at_s = time.monotonic() + ORPHAN_GRACE_S
         elif time.monotonic() > self.kill_at_s:
             self._send(signal.SIGKILL)

@@ -155,19 +155,18 @@ def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
     if model_head := _head_name(model):
         usable[model_head] = model.get_submodule(model_head)
     wanted = [name for name in lora.target_modules if name]
-    choices = _suffixes(linear)
-    left_out = not_adapted_by_peft(choices, model)
-    choices = [name for name in choices if name not in left_out]
+    suffixes = _suffixes(linear)
     means_all = wanted in ([], ["all-linear"])
-    if means_all:
-        left_out = {**read_past_their_layer(linear, model), **left_out}
+    refused = not_adapted_by_peft(dict.fromkeys([*suffixes, *([] if means_all else wanted)]), model)
+    choices = [name for name in suffixes if name not in refused]
+    left_out = {**read_past_their_layer(linear, model), **refused} if means_all else {}
     names = [name for name in choices if name not in left_out] if means_all else wanted
     fix = f"choose from {', '.join(choices)}, or all-linear"
     everything = [name for name, _ in model.named_modules()]
     problems = [
-        Finding("error", "--target_modules", f"{name} can have no adapter: {why}", fix)
-        for name, why in not_adapted_by_peft([] if means_all else names, model).items()
-        if any(_matches(full, name) for full in usable)
+        Finding("error", "--target_modules", f"{name} can have no adapter: {refused[name]}", fix)
+        for name in names
+        if name in refused and any(_matches(full, name) for full in usable)
     ]
     for name in names:
         if any(_matches(full, name) for full in usable):
@@ -185,11 +184,11 @@ def find_targets(lora: LoraArguments, model: nn.Module) -> Targets:
         raise UserError(problems)
     modules = [full for full in usable if any(_matches(full, name) for name in names)]
     if pattern is None or layers is None:
-        return Targets(names, modules, left_out=left_out if means_all else {})
+        return Targets(names, modules, left_out=left_out)
     modules = [full for full in modules if _layer_of(full) is not None and _layer_of(full) in {(pattern, layer) for layer in layers}]
     if not modules:
         raise user_error("--target_layers", f"none of {', '.join(names)} is in layers {lora.target_layers}", "leave it out")
-    return Targets(names, modules, layers, pattern, left_out if means_all else {})
+    return Targets(names, modules, layers, pattern, left_out)
 
 
 def _wanted_layers(text: str, model: nn.Module, linear: Iterable[str]) -> tuple[str, list[int]]:

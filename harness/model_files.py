@@ -167,7 +167,7 @@ def check_fit(num_parameters: int, gpu_memory_bytes: list[int]) -> list[Finding]
 MODEL_CODE_ERRORS = (ValueError, ImportError, TypeError, AttributeError, LookupError, RuntimeError, ArithmeticError, AssertionError)
 
 
-def first_line(error: BaseException) -> str:
+def what_failed(error: BaseException) -> str:
     """What a model's code says is wrong: for one who did not write it, so a KeyError is named."""
     message = (str(error) or type(error).__name__).splitlines()[0]
     return f"{type(error).__name__}: {message}" if isinstance(error, LookupError) else message

@@ -33,10 +33,10 @@ from harness.initialisation import initialise, owners_of, seeded
 from harness.model_files import (
     MODEL_CODE_ERRORS,
     damaged_tokenizer_file,
-    first_line,
     impossible_sizes,
     impossible_values,
     names_a_path,
+    what_failed,
 )
 from harness.run_folder import is_a_runs
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
@@ -366,7 +366,7 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
         with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, **options)
     except MODEL_CODE_ERRORS as error:
-        message = first_line(error)
+        message = what_failed(error)
         key = "--attn_implementation" if args.attn_implementation and "attn" in message.lower() else "model"
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one

@@ -28,7 +28,7 @@ from torch import nn
 from harness import device_map_text
 from harness.args import Arguments, DeviceMapArguments
 from harness.findings import UserError, user_error
-from harness.model_files import MODEL_CODE_ERRORS, first_line
+from harness.model_files import MODEL_CODE_ERRORS, what_failed
 from harness.model_units import MapJob, block_classes, check_device_map, describe_components, device_of, find_units, with_tables_along
 from harness.partition import (
     OFF_CARD,
@@ -161,7 +161,7 @@ def meta_model(config: Any, dtype: torch.dtype | None = None, trust_remote_code:
         with init_empty_weights(include_buffers=True):
             model = auto.from_config(config, **options)
     except MODEL_CODE_ERRORS as error:
-        raise user_error("--model_name_or_path", first_line(error), "give a causal or sequence-to-sequence LM") from None
+        raise user_error("--model_name_or_path", what_failed(error), "give a causal or sequence-to-sequence LM") from None
     model.tie_weights()
     # init_empty_weights moves what modules register; a table made inside a module's own method may still be real.
     return model.to("meta")

@@ -26,8 +26,9 @@ import time
 from typing import Any
 
 RELAUNCH = 86
-# 0 finished, 2 wrong input, 75 preempted after a save.
-IN_ORDER = (0, 2, 75)
+PREEMPTED = 75
+# Finished, wrong input, preempted after a save.
+IN_ORDER = (0, 2, PREEMPTED)
 WAIT_FOR_CAUSE_S = 5.0
 MAX_RELAUNCHES = 40
 

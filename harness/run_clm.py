@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(tokens: Sequence[str]) -> Arguments:
     try:
         return parse_args(tokens)
-    except ParsingError:
-        from harness.check_config import parse_run  # which says what is wrong with files too
+    except ParsingError as error:
+        from harness.check_config import with_paths
 
-        return parse_run(tokens)
+        raise with_paths(error) from None
 
 
 def stand_by(tokens: Sequence[str]) -> None:

@@ -109,7 +109,7 @@ def broadcast(value):
 if kind == "late" and rank != victim and life == 0:
     write(f"life-{life}-{rank}", ["", None, "", os.getpid()])
     time.sleep(1)  # the other has long asked for a new start when this one's guard learns where the hub is
-if kind == "asked before" and rank != victim:
+if kind == "asked before" and (rank != victim or size == 1):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 guard_line.join_hub(broadcast)
 guard_line.tell_folder(folder, 0.0)
@@ -252,7 +252,7 @@ def test_a_kill_by_the_kernel_for_memory_says_so_unless_all_start_again(tmp_path
     parent._start()
     assert parent._after_end(parent.child) is None  # all start again
     assert parent.attempt == 1 and not (tmp_path / "exit.json").exists()
-    parent.stop_asked = True  # the user does not want another life
+    parent.stop_signal = "SIGTERM"  # the user does not want another life
     assert parent._after_end(parent.child) == -9
     assert json.loads((tmp_path / "exit.json").read_text())["reason"] == (
         "rank 0 was killed by signal 9 (SIGKILL), by the kernel: the memory limit of the container or machine"
@@ -328,14 +328,15 @@ def test_a_stop_request_between_two_lives_stops_all_ranks(kind: str, asked: tupl
     assert guards.lives(2) == []
 
 
-def test_a_stop_request_before_the_end_of_a_life_stops_all_ranks(tmp_path: Path) -> None:
-    """One guard was asked, but its process had not stopped yet when another one's ran out of memory."""
-    guards = Guards(tmp_path, "asked before", 0)
-    until(lambda: len(guards.lives(0)) == 2)
-    guards.processes[1].send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_stop_request_before_the_end_of_a_life_stops_all_ranks(num_ranks: int, tmp_path: Path) -> None:
+    """A guard was asked, but its process had not stopped yet when it, or another one's, ran out of memory."""
+    guards = Guards(tmp_path, "asked before", 0, num_ranks)
+    until(lambda: len(guards.lives(0)) == num_ranks)
+    guards.processes[-1].send_signal(signal.SIGTERM)
     time.sleep(0.3)
     (tmp_path / "go").touch()
-    assert guards.wait() == [75, 75]
+    assert guards.wait() == [75] * num_ranks
     assert json.loads((tmp_path / "exit.json").read_text())["reason"] == BETWEEN
 
 
