@@ -5,7 +5,9 @@
 For each engine a clean run and runs in which, before step 6, the last rank may use no more than weights, optimizer state and a share of
 what its steps needed on top of them so far: 85 % (one step down will do), 30 % (a jump over several), and for zero3 half of weights and
 optimizer state (only offload helps: all ranks start again). Then a micro-batch far too large, which the dry run before step 1 brings
-down. Reported: whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss from the clean run's.
+down. Reported: whether it finished, what the ladder did, seconds lost, and the largest difference of a step's loss and of its gradient's
+norm from the clean run's (Adam takes gradients of any scale, so that the loss alone does not tell whether a step that was done again
+counted each of them once).
 The learning rate is small, so that the differences of rounding that a GPU makes from run to run do not grow. Prints a table last.
 """
 
@@ -116,6 +118,11 @@ def run(
     return result
 
 
+def largest_difference(ours: dict[int, float], theirs: dict[int, float]) -> float:
+    """Relative to `theirs`, over the steps that both have; NaN where there is none."""
+    return max((abs(ours[step] - value) / value for step, value in theirs.items() if value and ours.get(step)), default=float("nan"))
+
+
 def main() -> int:
     if os.environ.get("HARNESS_BENCHMARK_WORKER"):
         return worker()
@@ -133,7 +140,9 @@ def main() -> int:
 
     num_gpus = options.num_gpus or torch.cuda.device_count()
     folder = Path(tempfile.mkdtemp(prefix="recovery-"))
-    engines = {"fsdp": ["--fsdp", "full_shard"], "zero3": ["--deepspeed", str(ROOT / "ds_configs" / "zero3.json")], "ddp": []}
+    configs = ("zero1", "zero2", "zero2_offload", "zero3")
+    engines = {name: ["--deepspeed", str(ROOT / "ds_configs" / f"{name}.json")] for name in configs}
+    engines |= {"fsdp": ["--fsdp", "full_shard"], "ddp": []}
     results: list[dict[str, Any]] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run's processes end with it
     for name in options.only.split(","):
@@ -155,18 +164,18 @@ def main() -> int:
             print(json.dumps({key: value for key, value in results[-1].items() if key not in DETAILS}), flush=True)
             facts = card_facts(num_gpus, sys.argv)
             Path(options.output).write_text(json.dumps({"facts": facts, "results": results}, indent=1))
-    heads = f"{'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s}  ladder"
+    heads = f"{'lost s':>7s} {'gap s':>7s} {'lost steps':>10s} {'loss diff':>10s} {'norm diff':>10s}  ladder"
     print(f"{'run':16s} {'code':>7s} {'tok/s/gpu':>10s} {'GiB':>6s} {heads}")
-    clean = {row["name"].split("-")[0]: row["losses"] for row in results if row["name"].endswith("clean")}
+    clean = {row["name"].split("-")[0]: row for row in results if row["name"].endswith("clean")}
     for row in results:
-        pairs = [(row["losses"].get(step), loss) for step, loss in clean.get(row["name"].split("-")[0], {}).items()]
-        difference = max((abs(ours - theirs) / theirs for ours, theirs in pairs if ours is not None), default=float("nan"))
+        reference = clean.get(row["name"].split("-")[0], {})
+        difference, norm_difference = (largest_difference(row[key], reference.get(key, {})) for key in ("losses", "grad_norms"))
         lost = sum(step.get("seconds", 0) for step in row["steps_down"])
         changes = "; ".join(f"{step['phase']}@rank{step['rank']}: {step['change']}" for step in row["steps_down"])
         speed = row["tokens_per_second_per_gpu"] or 0
         print(
             f"{row['name']:16s} {row['code']!s:>7s} {speed:10.1f} {row['peak_memory_gib']:6.1f} {lost:7.2f}"
-            f" {row['between_rows_s']:7.1f} {row['lost_steps']:10d} {difference:10.2e}  {changes}"
+            f" {row['between_rows_s']:7.1f} {row['lost_steps']:10d} {difference:10.2e} {norm_difference:10.2e}  {changes}"
         )
     return 0
 

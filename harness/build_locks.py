@@ -92,6 +92,16 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"  # a constant of Linux, PROC_PID_INIT_
 _DISKS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs")
 
 
+_GIVEN_BACK_S = 0.5  # between closing and removing, on a busy machine
+
+
+def _is_same_file(path: Path, status: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):
+        now = path.stat()
+        return (now.st_ino, now.st_dev, now.st_mtime_ns) == (status.st_ino, status.st_dev, status.st_mtime_ns)
+    return False
+
+
 def owner_of(lock: Path) -> str:
     """Name of the machine that compiles, where its job wrote it; else empty."""
     with contextlib.suppress(OSError, IndexError):
@@ -101,6 +111,9 @@ def owner_of(lock: Path) -> str:
 
 def is_abandoned(lock: Path, patience_s: float = 60.0) -> bool:
     """Whether the one who took the lock is known to be gone.
+
+    A lock that is given back is closed first and removed then, and the processes are not looked through in an instant: what nobody has
+    open is looked at a second time, and must be the same lock.
 
     Args:
         patience_s: a lock that bears no name is given so long: it may have been made just now, and be opened next.
@@ -112,7 +125,10 @@ def is_abandoned(lock: Path, patience_s: float = 60.0) -> bool:
     age_s = time.time() - status.st_mtime
     if is_held(lock) or status.st_uid != os.geteuid():  # what another user's processes have open is not shown
         return False
-    return mark == this_machine() if mark else age_s >= patience_s and is_private(lock.parent)
+    if not (mark == this_machine() if mark else age_s >= patience_s and is_private(lock.parent)):
+        return False
+    time.sleep(_GIVEN_BACK_S)
+    return _is_same_file(lock, status) and not is_held(lock) and _is_same_file(lock, status)
 
 
 def clear_abandoned_locks(folder: Path | None = None, patience_s: float = 60.0) -> list[Path]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,9 @@ def register(ends: Callable[[], tuple[Tensor | None, bool]]) -> None:
         found, isolated = ends()
         if isolated and found is None:
             raise RuntimeError("documents are to be kept apart, and nobody said where they end")
+        if found is not None and (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            # Else layers are compiled for the first number of documents, and once more at the first batch with another, whenever it comes.
+            dynamo.maybe_mark_dynamic(found, 0)
         return found
 
     AttentionInterface.register(NAME, attend)

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,38 @@ def test_a_lock_that_is_open_stays_whoever_has_it(private: None, tmp_path: Path)
         compiler.kill()
         compiler.wait()
     assert clear_abandoned_locks(tmp_path) == [lock]
+
+
+@pytest.mark.parametrize("taken", [False, True], ids=["gone", "and taken by the next"])
+@pytest.mark.parametrize("mark", [True, False], ids=["named", "of a minute ago"])
+def test_a_lock_that_is_given_back_while_it_is_looked_at_is_nobodys_failure(
+    mark: bool, taken: bool, private: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen where a look through all processes takes a while: the other rank had just found its operator compiled."""
+    lock = lock_of(tmp_path, "cpu_adam", 61.0, mark=this_machine() if mark else "")
+    owner = os.open(lock, os.O_RDONLY)
+    taken_as: list[int] = []
+
+    def give_back() -> None:
+        lock.unlink()
+        if taken:
+            taken_as.append(os.open(lock, os.O_CREAT | os.O_EXCL))
+
+    timer, is_held = threading.Timer(0.1, give_back), build_locks.is_held
+
+    def closed_meanwhile(path: Path) -> bool:
+        if timer.ident is None:
+            os.close(owner)
+            timer.start()
+        return is_held(path)
+
+    monkeypatch.setattr(build_locks, "is_held", closed_meanwhile)
+    assert not build_locks.is_abandoned(lock)
+    timer.join()
+    assert lock.exists() is taken
+    assert build_locks.is_abandoned(lock) is False
+    for file in taken_as:
+        os.close(file)
 
 
 @pytest.mark.parametrize(("mark", "age_s"), [("another-boot pid:[1] node7", 3600), ("", 3600)])

@@ -346,3 +346,26 @@ def test_b45_a_rank_whose_peer_fails_in_preparing_stops_with_its_reason(tmp_path
     assert first["error"] == "the disk is gone"
     assert "the disk is gone" in second["error"]
     assert second["stopped_at_s"] - first["stopped_at_s"] < 10
+
+
+def test_a_layer_is_compiled_once_for_any_number_of_documents():
+    """A rank that met another number in mid-run kept all of them waiting for seconds, while it compiled its layers again."""
+    import torch
+    from torch._dynamo.testing import CompileCounter
+    from transformers.masking_utils import AttentionMaskInterface
+
+    from harness import isolation
+
+    isolation.isolate_packed_documents()
+    mask = AttentionMaskInterface._global_mapping["varlen"]
+    counter = CompileCounter()
+    layer = torch.compile(lambda hidden, attention_mask: hidden * attention_mask.sum(), fullgraph=True, backend=counter)
+    sizes = []
+    for length in (8, 2, 1):
+        ids = np.repeat(np.arange(64 // length), length)[None]
+        ends = torch.from_numpy(document_ends(ids))
+        sizes.append(len(ends))
+        with isolation.documents(torch.from_numpy(ids), ends):
+            assert layer(torch.ones(2), mask()).tolist() == [float(ends.sum())] * 2
+    assert sizes == [17, 33, 65]
+    assert counter.frame_count == 1
