@@ -27,7 +27,7 @@ from harness.model_files import impossible_sizes, impossible_values, names_a_pat
 from harness.node_facts import num_local_processes
 from harness.sequence_rules import KEY as SEQUENCE_KEY
 from harness.sequence_rules import job_findings, model_findings
-from harness.user_files import parse_json, read_text
+from harness.user_files import instead_of, parse_json, read_text
 
 # transformers' schedules (SchedulerType), and the keyword each of some needs.
 SCHEDULE_NAMES = (
@@ -89,7 +89,8 @@ def model_facts(args: Arguments) -> ModelFacts:
     path = Path(source).expanduser()
     if not path.exists():
         if names_a_path(source):
-            return ModelFacts(problems=(Finding("error", key, f"{source} does not exist", "an existing folder, or a name on the hub"),))
+            fix = instead_of(source) or "an existing folder, or a name on the hub"
+            return ModelFacts(problems=(Finding("error", key, f"{source} does not exist", fix),))
         return ModelFacts()
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -386,8 +387,14 @@ def _input_findings(args: Arguments) -> Iterator[Finding]:
     for name in ("train_file", "validation_file"):
         for pattern in getattr(args.data, name):
             if not glob.glob(os.path.expanduser(pattern)):
-                yield Finding("error", f"--{name}", f"{pattern} does not exist", "an existing file, folder or glob")
+                yield Finding("error", f"--{name}", f"{pattern} does not exist", instead_of(pattern) or "an existing file, folder or glob")
     tokenizer = args.model.tokenizer_name
+    # Asking the hub for it takes a while, and the longer without a network.
+    is_misspelt = (
+        bool(tokenizer) and tokenizer != "bytes" and bool(difflib.get_close_matches(str(tokenizer).lower(), ["bytes"], cutoff=0.8))
+    )
+    if is_misspelt and not Path(str(tokenizer)).exists():
+        yield Finding("error", "--tokenizer_name", f"there is no {tokenizer}", "did you mean bytes?")
     if tokenizer and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).expanduser().exists():
         yield Finding("error", "--tokenizer_name", f"{tokenizer} does not exist", "an existing folder, a name on the hub, or bytes")
 

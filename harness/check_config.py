@@ -29,7 +29,7 @@ from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
 from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
-from harness.findings import Finding, FindingParser, UserError, format_findings, has_errors, is_count, sort_findings, user_error
+from harness.findings import Finding, FindingParser, UserError, counted, format_findings, has_errors, is_count, sort_findings, user_error
 from harness.machine import Machine, detect_machine
 from harness.node_facts import num_local_processes
 from harness.parsing import ParsingError, parse_args, read_yaml, tokens_of
@@ -120,7 +120,7 @@ def check_names(args: Arguments, known: Sequence[Finding], machine: Machine | No
 
     machine = detect_machine() if machine is None else machine
     said = {finding.key for finding in known if finding.severity == "error"} & set(_MODEL_FLAGS)
-    return [finding for finding in model_findings(args, len(machine.gpus)) if finding.key not in said]
+    return [finding for finding in model_findings(args, len(machine.gpus), with_tokenizer=always) if finding.key not in said]
 
 
 def _zero_findings(
@@ -289,7 +289,7 @@ def _print(findings: Sequence[Finding], differences: Mapping[str, Any]) -> None:
     if findings:
         print(format_findings(findings))
     counts = {severity: sum(finding.severity == severity for finding in findings) for severity in ("error", "warning", "info")}
-    print(f"{counts['error']} errors, {counts['warning']} warnings, {counts['info']} infos")
+    print(", ".join(counted(number, severity) for severity, number in counts.items()))
 
 
 def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list[str]) -> tuple[list[Finding], dict[str, Any]]:

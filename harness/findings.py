@@ -46,6 +46,11 @@ class Finding:
         return printable(f"{self.severity:<7} {self.key}: {self.message}{tail}")
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 error", "2 errors"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 class UserError(ValueError):
     """A mistake of the user's: printed as its findings, without a traceback, exit code 2."""
 

@@ -239,7 +239,8 @@ class ForeignSettings:
         script = self.command.tokens[self.command.script_at]
         lines = [f"launcher {self.command.launcher}, script {script}, engine {self.engine}"]
         if script.endswith(".py") and not self.command.script.is_known:
-            lines.append(f"{script} cannot be read, so only the flags in the command are known")
+            trouble = "cannot be read" if Path(script).exists() else "does not exist"
+            lines.append(f"{script} {trouble}, so only the flags in the command are known")
         counts = [str(_count(place) or "?") for place in (self.micro, self.accumulate)]
         lines.append(f"micro-batch {counts[0]} x accumulation {counts[1]} on each rank")
         if why := self._batch_obstacle():

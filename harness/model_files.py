@@ -176,7 +176,7 @@ def what_failed(error: BaseException) -> str:
 # Sizes in a config (also under GPT-2's names) with a limit that no model comes near: building one of 10^9 layers takes all the memory.
 _SIZES = {
     **{"hidden_size": 2**24, "intermediate_size": 2**28, "vocab_size": 2**31, "num_attention_heads": 2**20, "num_key_value_heads": 2**20},
-    **{"num_hidden_layers": 10_000, "n_embd": 2**24, "n_inner": 2**28, "n_head": 2**20, "n_layer": 10_000},
+    **{"num_hidden_layers": 10_000, "n_embd": 2**24, "n_inner": 2**28, "n_head": 2**20, "n_layer": 10_000, "head_dim": 2**20},
 }
 
 

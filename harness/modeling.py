@@ -40,7 +40,7 @@ from harness.model_files import (
 )
 from harness.run_folder import is_a_runs
 from harness.stored_weights import SafetensorsFolder, load_whole, weights_folder
-from harness.user_files import open_regular, parse_json
+from harness.user_files import instead_of, open_regular, parse_json
 
 log = logging.getLogger("harness")
 
@@ -72,6 +72,12 @@ def byte_tokenizer() -> Any:
     )
 
 
+def tokenizer_name(args: ModelArguments) -> str | None:
+    """`--tokenizer_name`, or the folder or hub name of the model; None where there is neither."""
+    own = args.config_name if args.config_name and Path(args.config_name).is_dir() else None
+    return args.tokenizer_name or args.model_name_or_path or own
+
+
 def load_tokenizer(args: ModelArguments) -> Any:
     """The tokenizer of `--tokenizer_name`, or the model's own.
 
@@ -82,9 +88,7 @@ def load_tokenizer(args: ModelArguments) -> Any:
 
     if args.tokenizer_name == BYTES_TOKENIZER:
         return byte_tokenizer()
-    name = args.tokenizer_name or args.model_name_or_path
-    if name is None and args.config_name and Path(args.config_name).is_dir():
-        name = args.config_name
+    name = tokenizer_name(args)
     if name is None:
         raise user_error("--tokenizer_name", "training from scratch needs a tokenizer", "give one, or --tokenizer_name bytes")
     try:
@@ -121,7 +125,7 @@ def load_config(args: ModelArguments) -> Any:
         key = "--config_name" if args.config_name else "--model_name_or_path"
         assert source is not None
         if names_a_path(source) and not Path(source).expanduser().exists():
-            raise user_error(key, f"{source} does not exist", "give an existing folder, or a hub name like gpt2")
+            raise user_error(key, f"{source} does not exist", instead_of(source) or "give an existing folder, or a hub name like gpt2")
         offline = None if Path(source).exists() else stay_offline_without_hub()
         unreadable = _unreadable_config(source)
         if unreadable is not None:
@@ -152,7 +156,7 @@ def load_config(args: ModelArguments) -> Any:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise user_error(key, f"impossible values in {source}: {reason}", "correct the model's config.json") from None
     if args.config_overrides:
-        config = _overridden(config, args.config_overrides)
+        config = _overridden(config, args)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def value_of(name: str) -> Any:
@@ -161,11 +165,28 @@ def load_config(args: ModelArguments) -> Any:
         except Exception:  # transformers refuses to name one value where layers differ
             return ()
 
-    unknown = _unknown_names(value_of) if type(config).__module__.startswith("transformers.") else []  # a model's own code has its own
-    if impossible := [*impossible_sizes(value_of), *impossible_values(value_of), *unknown]:
+    if impossible := _impossible(value_of, args, own_code=not type(config).__module__.startswith("transformers.")):
         raise UserError(impossible)
     config.use_cache = False
     return config
+
+
+def _impossible(value_of: Callable[[str], Any], args: ModelArguments, *, own_code: bool = False) -> list[Finding]:
+    """What no model's config can say; a model's own code has activations and the like of its own.
+
+    Said of `--config_overrides`, where that set a value, or there is no file that does.
+    """
+    unknown = [] if own_code else _unknown_names(value_of)
+    changed = {part.partition("=")[0].strip() for part in (args.config_overrides or "").split(",")}
+    has_file = args.config_name is not None or args.model_name_or_path is not None
+
+    def of_flag(finding: Finding) -> Finding:
+        if has_file and finding.key not in changed:
+            return finding
+        fix = finding.fix if finding.fix.startswith("did you mean") else f"give another {finding.key}"
+        return Finding(finding.severity, "--config_overrides", f"{finding.key}: {finding.message}", fix)
+
+    return [of_flag(finding) for finding in (*impossible_sizes(value_of), *impossible_values(value_of), *unknown)]
 
 
 def not_causal(config: Any) -> Finding | None:
@@ -234,11 +255,11 @@ def _unknown_architecture(key: str, name: str) -> UserError:
     return user_error(key, f"unknown architecture {name}", fix)
 
 
-def _overridden(config: Any, text: str) -> Any:
-    """A config with 'name=value,name=value' applied; values take the type of what they replace."""
+def _overridden(config: Any, args: ModelArguments) -> Any:
+    """A config with `--config_overrides` applied, 'name=value,name=value'; values take the type of what they replace."""
     problems: list[Finding] = []
     changes: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
+    for part in filter(None, (piece.strip() for piece in (args.config_overrides or "").split(","))):
         name, equals, value = part.partition("=")
         if not equals or not hasattr(config, name):
             message = f"'{part}' is not name=value" if not equals else f"{type(config).__name__} has no '{name}'"
@@ -257,14 +278,16 @@ def _overridden(config: Any, text: str) -> Any:
             continue
         real_name = getattr(config, "attribute_map", {}).get(name, name)
         changes[real_name] = type(old)(parsed) if isinstance(old, float) and number else parsed
-    if problems:
-        raise UserError(problems)
     values = config.to_dict()
     if len(values.get("layer_types") or []) != changes.get("num_hidden_layers", config.num_hidden_layers) and "layer_types" not in changes:
         values.pop("layer_types", None)  # one entry a layer; the config makes them anew
+    if problems:  # with what is impossible among the others; only what makes sense may be built
+        raise UserError([*problems, *_impossible({**values, **changes}.get, args)])
     try:
         return type(config).from_dict({**values, **changes})
     except Exception as error:
+        if impossible := _impossible({**values, **changes}.get, args):  # transformers names the first one
+            raise UserError(impossible) from None
         raise user_error("--config_overrides", f"{type(config).__name__} refuses them: {str(error).splitlines()[-1].strip()}") from None
 
 
@@ -335,6 +358,18 @@ def layer_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{name}.{index}", module) for index, module in enumerate(longest)]
 
 
+def unknown_attention(name: str) -> Finding | None:
+    """A finding where transformers has no attention of this name, and it is none from the hub ("kernels-community/...")."""
+    from transformers import AttentionInterface
+
+    names = ["eager", *AttentionInterface().valid_keys()]
+    if name in names or any(mark in name for mark in "/|"):
+        return None
+    close = difflib.get_close_matches(name, names, n=1)
+    own = [each for each in names if "|" not in each]
+    return Finding("error", "--attn_implementation", f"{name} is not known", f"did you mean {close[0]}?" if close else ", ".join(own))
+
+
 def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: torch.dtype, seed: int) -> EmptyModel:
     """Builds the model on the meta device, its non-persistent buffers (rotary frequencies) for real.
 
@@ -358,6 +393,8 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
     isolation.isolate_packed_documents()
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
+        if unknown := unknown_attention(args.attn_implementation):
+            raise UserError(unknown)
         if args.attn_implementation == varlen_attention.NAME:
             device = "cuda" if torch.cuda.is_available() else "cpu"
             if refused := list(varlen_attention.findings(config.get_text_config(), device)):
@@ -371,9 +408,9 @@ def build_empty(args: ModelArguments, config: Any, tokenizer: Any, *, dtype: tor
         raise user_error(key, message) from None
     model.tie_weights()  # building under init_empty_weights makes two parameters of a tied one
     grown_to: int | None = None
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+    if (has := model.get_input_embeddings().weight.shape[0]) < len(tokenizer):
         if not args.resize_embeddings:
-            raise user_error("--resize_embeddings", f"the tokenizer has {len(tokenizer)} tokens, the model fewer", "turn it on")
+            raise user_error("--resize_embeddings", f"the tokenizer has {len(tokenizer)} tokens, the model {has}", "turn it on")
         with torch.device("meta"):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         grown_to = len(tokenizer)

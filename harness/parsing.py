@@ -197,8 +197,9 @@ def parse_args(argv: Sequence[str]) -> Arguments:
     args = Arguments(*groups)
     args.typed, args.notes = frozenset(typed), tuple(notes)
     # A flag that is wrong or misspelt is as good as missing: nothing more is said about it.
-    settled = {finding.key for finding in problems} | {finding.fix.removeprefix("did you mean ").rstrip("?") for finding in problems}
-    problems += [finding for finding in resolve(args) if finding.key not in settled]
+    meant = {finding.fix.removeprefix("did you mean ").rstrip("?") for finding in problems}
+    settled = {finding.key for finding in problems} | meant
+    problems += [finding for finding in resolve(args) if finding.key not in settled and not meant & set(finding.fix.split())]
     if problems:
         raise ParsingError(problems, args)
     return args

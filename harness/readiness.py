@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.build_locks import extensions_folder
-from harness.findings import Finding, FindingParser, Severity, format_findings, has_errors, sort_findings
+from harness.findings import Finding, FindingParser, Severity, counted, format_findings, has_errors, sort_findings
 from harness.host_checks import GIB, check_host
 from harness.library_checks import check_build_tools, check_libraries
 from harness.machine import detect_machine
@@ -485,7 +485,8 @@ def format_report(report: Report) -> str:
         lines.append(format_findings(report.findings, "findings"))
     errors = sum(finding.severity == "error" for finding in report.findings)
     warnings = sum(finding.severity == "warning" for finding in report.findings)
-    lines.append(f"not ready: {errors} errors, {warnings} warnings" if errors else f"ready ({warnings} warnings)")
+    warned = counted(warnings, "warning")
+    lines.append(f"not ready: {counted(errors, 'error')}, {warned}" if errors else f"ready ({warned})")
     return "\n".join(lines)
 
 

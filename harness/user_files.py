@@ -6,6 +6,8 @@ RecursionError, and PyYAML's constructors let through what Python says about a d
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import errno
 import json
 import os
@@ -78,6 +80,16 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict",
         UnicodeDecodeError: not of this encoding.
     """
     return read_bytes(path, max_bytes).decode(encoding, errors)
+
+
+def instead_of(path: str | Path) -> str | None:
+    """ "did you mean ...?" for a path that does not exist, where something of a similar name is in its folder."""
+    missing = Path(path).expanduser()
+    with contextlib.suppress(OSError, ValueError):
+        names = sorted(each.name for each in missing.parent.iterdir())
+        if close := difflib.get_close_matches(missing.name, names, n=1, cutoff=0.75):
+            return f"did you mean {Path(path).parent / close[0]}?"
+    return None
 
 
 def read_user_text(path: str | Path, key: str, fix: str = "give the path of an existing file") -> str:

@@ -79,6 +79,25 @@ def test_a_wrong_value_is_said_once_and_nothing_is_said_of_what_would_stand_in_f
     assert printed.count("gradient_clipping") == 1 and printed.count("zero_optimization.stage") == 1, printed
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--config_overrides vocab_size=100 --tokenizer_name bytes", "vocab_size 100 is less than the tokenizer's 259 tokens"),
+        ("--attn_implementation sdp --tokenizer_name bytes", "sdp is not known -> did you mean sdpa?"),
+        ("--tokenizer_name byte", "there is no byte -> did you mean bytes?"),
+        ("--tokenizer_name org/of-the-hub", None),
+        ("", None),
+    ],
+)
+def test_a_model_is_checked_with_its_tokenizer_where_that_is_here(
+    more: str, message: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["--model_type", "llama", "--output_dir", str(tmp_path / "out"), *more.split()])
+    printed = capsys.readouterr().out
+    assert (code, printed.count(" error ")) == ((2, 1) if message else (0, 0)), printed
+    assert (message or "") in printed
+
+
 def test_the_checks_import_no_torch() -> None:
     code = (
         "import sys; from harness.check_config import main; code = main(['--deepspeed', 'ds_configs/zero3.json',"
@@ -140,7 +159,7 @@ def test_command_on_files_alone(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert text.splitlines() == [
         "  error   train_batch_size: 30 samples cannot be split evenly over 4 processes -> set train_batch_size: 28 or 32",
         "  info    zero_optimization.stage3_max_live_parameters: has no effect in stage 2 -> remove it, or use stage 3",
-        "1 errors, 0 warnings, 1 infos",
+        "1 error, 0 warnings, 1 info",
     ]
     assert command(capsys, "--deepspeed", "/no/such.json")[0] == 2
     assert command(capsys, "--config_file", "/no/such.yaml")[0] == 2
@@ -167,7 +186,7 @@ def test_a_number_of_processes_below_one(count: str, capsys: pytest.CaptureFixtu
 def test_two_files_for_two_engines(capsys: pytest.CaptureFixture[str]) -> None:
     two = "  error   --deepspeed: asks for ZeRO and accelerate's YAML (distributed_type: FSDP) for FSDP -> keep one of the two"
     files = ("--deepspeed", JSON_FILE, "--config_file", FSDP_FILE, "--num_processes", "2")
-    assert command(capsys, *files) == (2, f"{two}\n1 errors, 0 warnings, 0 infos\n")
+    assert command(capsys, *files) == (2, f"{two}\n1 error, 0 warnings, 0 infos\n")
     script = str(ROOT / "harness" / "check_config.py")
     code, text = command(
         capsys, "--", "accelerate", "launch", "--config_file", FSDP_FILE, "--num_processes", "2", script, "--deepspeed", JSON_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import pytest
 
 from harness import cli
 from harness.findings import FindingParser, UserError, user_error
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, main: object) -> None:
@@ -79,9 +82,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"harness {cli.version()}\n"
 
 
-def test_help_loads_nothing_heavy() -> None:
-    import subprocess
+def test_the_package_is_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "harness", "chekc"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (2, "harness: unknown command chekc: did you mean check?\n")
 
+
+def test_help_loads_nothing_heavy() -> None:
     code = "import sys; from harness import cli; cli.main(['--help']); sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
 

@@ -13,7 +13,7 @@ import torch
 from harness.args import ModelArguments
 from harness.blocks import set_activation_checkpointing
 from harness.findings import UserError
-from harness.isolation import documents
+from harness.isolation import documents, isolate_packed_documents
 from harness.loss import chunked_cross_entropy_sum, cross_entropy_sum, head_is_plain, install_loss, shifted_targets
 from harness.modeling import (
     build_empty,
@@ -24,6 +24,7 @@ from harness.modeling import (
     load_config,
     load_tokenizer,
     num_parameters,
+    unknown_attention,
 )
 from harness.parsing import parse_args
 
@@ -228,6 +229,49 @@ def test_values_of_a_config_that_no_model_can_have_are_named(change: dict[str, A
     with pytest.raises(UserError) as caught:
         load_config(ModelArguments(config_name=str(tmp_path), tokenizer_name="bytes"))
     assert [(finding.key, finding.message) for finding in caught.value.findings] == [(key, message)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            "hiden_size=1,num_hidden_layers=two,head_dim=0",
+            [
+                "LlamaConfig has no 'hiden_size'",
+                "num_hidden_layers=two is not a number",
+                "head_dim: must be a positive whole number, not 0",
+            ],
+        ),
+        # transformers itself names the first of these.
+        (
+            "hidden_size=64,num_attention_heads=5,num_key_value_heads=3,hidden_act=gelo",
+            ["5 heads cannot share 3", "unknown activation gelo"],
+        ),
+    ],
+)
+def test_all_that_is_wrong_with_overrides_is_said_of_the_flag(overrides: str, messages: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(ModelArguments(model_type="llama", config_overrides=overrides, tokenizer_name="bytes"))
+    assert {finding.key for finding in caught.value.findings} == {"--config_overrides"}
+    for finding, message in zip(caught.value.findings, messages, strict=True):
+        assert message in finding.message
+
+
+def test_of_a_configs_file_only_what_was_changed_is_said_of_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**scratch().config.to_dict(), "attention_dropout": 2}))
+    with pytest.raises(UserError) as caught:
+        load_config(ModelArguments(config_name=str(tmp_path), config_overrides="head_dim=0", tokenizer_name="bytes"))
+    assert [finding.key for finding in caught.value.findings] == ["--config_overrides", "attention_dropout"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"), [("sdp", "did you mean sdpa?"), ("nix", "eager, "), ("varlen", None), ("kernels-community/flash-attn", None)]
+)
+def test_an_attention_that_transformers_does_not_know(name: str, fix: str | None) -> None:
+    isolate_packed_documents()
+    found = unknown_attention(name)
+    assert (found is None) is (fix is None)
+    assert found is None or (found.message == f"{name} is not known" and found.fix.startswith(fix or ""))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ def test_a_flag_that_is_wrong_or_misspelt_is_not_missed_as_well() -> None:
     assert lines(["--model_type", "llama", "--output_dri", "out"]) == [
         "error   --output_dri: unknown argument -> did you mean --output_dir?"
     ]
+    assert lines([*GOOD, "--lora_rr", "8", "--target_modules", "q_proj"]) == [
+        "error   --lora_rr: unknown argument -> did you mean --lora_r?"
+    ]
     assert lines([*GOOD, "--streaming", "--max_steps", "many"]) == ["error   --max_steps: must be a whole number, not 'many' -> see --help"]
 
 

@@ -541,7 +541,7 @@ def test_command_reports_errors_with_exit_code_1(monkeypatch: pytest.MonkeyPatch
     assert readiness.main(["--no-bandwidth"]) == 1
     shown = capsys.readouterr().out.splitlines()
     assert shown[-2].startswith("  error   GPU 0: 1 uncorrected memory errors")
-    assert shown[-1] == "not ready: 1 errors, 0 warnings"
+    assert shown[-1] == "not ready: 1 error, 0 warnings"
     assert not any(line.startswith("bandwidth") for line in shown)
 
 

@@ -53,6 +53,15 @@ def test_pipes_devices_and_folders_are_refused_before_they_are_opened(pipe: Path
     assert "Is a directory" in message(lambda: user_files.read_user_text(tmp_path, "--config"))
 
 
+@pytest.mark.parametrize(
+    ("missing", "fix"),
+    [("trian.txt", "train.txt"), ("b.bin", None), ("no/train.txt", None), ("\0", None)],
+)
+def test_a_file_of_a_similar_name_is_named(missing: str, fix: str | None, tmp_path: Path) -> None:
+    (tmp_path / "train.txt").touch()
+    assert user_files.instead_of(f"{tmp_path}/{missing}") == (fix and f"did you mean {tmp_path}/{fix}?")
+
+
 def test_a_file_may_not_be_larger_than_its_limit(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"0123456789")
