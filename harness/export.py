@@ -115,7 +115,7 @@ def model_card(name: str, state: Mapping[str, Any], run: Mapping[str, Any]) -> s
         "",
         f"- samples per step: {run.get('global_batch_size', 'unknown')} on {run.get('num_processes', 'unknown')} processes",
         f"- epochs: {state['epoch']:.4g}",
-        f"- training data: {run.get('data_fingerprint') or 'unknown'}",
+        f"- training data: {run.get('data') or 'unknown'} (prepared as {run.get('data_fingerprint') or 'unknown'})",
     ]
     if state.get("last_evaluation"):
         lines.append(f"- evaluation loss: {state['last_evaluation']['eval_loss']:.6f}")

@@ -308,12 +308,17 @@ class Guard:
         if (self.ruling is None or stops) and not alone and time.monotonic() < (self.leave_at_s or 0):
             return None
         self._record_kill()
-        ended_by_us = child.returncode < 0 and self.ruling is not None and self.ruling.kind == "fail" and self.kill_at_s is not None
-        if ended_by_us and self.ruling is not None:  # it could not say why any more
-            self._record(f"rank {self.rank} was ended, because {self.ruling.why}", is_consequence=True)
-        elif child.returncode < 0 and self.is_orphan:
+        failed = self.ruling if self.ruling is not None and self.ruling.kind == "fail" else None
+        ended_by_us = child.returncode < 0 and self.kill_at_s is not None
+        if failed is not None and failed.is_known:
+            self._record(failed.why)
+        elif ended_by_us and self.is_orphan:
             self._record(f"rank {self.rank} was ended without a save, because {ORPHANED}", is_consequence=True)
-        return 1 if child.returncode == RELAUNCH or ended_by_us else child.returncode
+        elif failed is not None and (ended_by_us or child.returncode == RELAUNCH):  # it could not say why any more
+            self._record(f"rank {self.rank} was ended, because {failed.why}", is_consequence=True)
+        elif child.returncode == RELAUNCH:
+            self._record(f"rank {self.rank} ran out of memory, and the guard of rank 0 could not be asked to start all ranks again")
+        return 1 if child.returncode == RELAUNCH or (ended_by_us and failed is not None) else child.returncode
 
     def _is_to_stop(self) -> bool:
         return self.ruling is not None and self.ruling.kind == "stop"
@@ -432,7 +437,7 @@ class Guard:
             self.selector.unregister(self.to_hub)
             self.to_hub.close()
             if self.ruling is None or self.ruling.kind == "relaunch":
-                self._obey(Ruling("fail", self.attempt, why=gone(0, self.hub_host)))
+                self._obey(Ruling("fail", self.attempt, why=gone(0, self.hub_host), is_known=True))
 
     def _obey(self, ruling: Ruling | None) -> None:
         if ruling is None:
@@ -508,9 +513,12 @@ class Guard:
                 return
             print(f"{ORPHANED}: stopping, after a save if training has begun", file=sys.stderr, flush=True)
             self.is_orphan = not self.stop_signal  # else it was asked to stop before, and the launcher has only not waited for it
-            self._ask_to_stop(ORPHANED if self.is_orphan else "")
             self.stop_signal = self.stop_signal or "the end of the launcher"
             self.kill_at_s = time.monotonic() + ORPHAN_GRACE_S
+            if self._is_between_lives() and (self.num_ranks == 1 or self.to_hub is not None):
+                self._stop_between_lives()
+            else:
+                self._ask_to_stop(ORPHANED if self.is_orphan else "")
         elif time.monotonic() > self.kill_at_s:
             self._send(signal.SIGKILL)
 

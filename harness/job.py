@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from harness import checkpoint_files, disk_room, isolation, modeling, monitor, run_folder, varlen_attention
-from harness.args import Arguments
+from harness.args import Arguments, DataArguments
 from harness.batches import MicroBatch
 from harness.blocks import compile_backend
 from harness.checkpoint import Checkpointer
@@ -35,7 +35,7 @@ from harness.lora import BASE_FOLDER, adapter_facts, base_weights, check_first_u
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
-from harness.resume import config_facts, find_begin, load_best, refuse_foreign, resume, template_facts
+from harness.resume import check_before_model, config_facts, find_begin, load_best, refuse_foreign, resume, template_facts
 from harness.sequence_rules import model_findings
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
@@ -159,6 +159,26 @@ def open_folder(folder: Path, args: Arguments, coordinator: Coordinator, stack: 
     log.info("arguments that differ from the defaults: %s", changed)
 
 
+def _run_facts(args: Arguments, plan: RunPlan, prepared: Any) -> dict[str, Any]:
+    """What a checkpoint is compared by, as far as steps and data go."""
+    return {
+        "global_batch_size": plan.global_batch_size,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "max_steps": plan.max_steps,
+        "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
+        "data": _data_named(args.data),
+        "data_seed": args.train.seed if args.train.data_seed is None else args.train.data_seed,
+        "data_order": f"{args.data.train_sampling_strategy}{', last step dropped' if args.data.dataloader_drop_last else ''}",
+    }
+
+
+def _data_named(data: DataArguments) -> str:
+    """The training data as the user named it, for the exported model's card; empty where a program handed rows over."""
+    files = [*data.train_file[:4], *([f"... {len(data.train_file)} files in all"] if len(data.train_file) > 4 else [])]
+    named = (data.dataset_name, data.dataset_config_name, data.dataset_mix, *files)
+    return ", ".join(filter(None, named))
+
+
 def _short(value: Any) -> str:
     """A value for one line of the log: of a long list only the beginning; config.json has all of it."""
     if isinstance(value, list) and len(value) > 4:
@@ -194,6 +214,8 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     for finding in prepared.findings:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "%s", finding.line())
     loader, plan = _plan(args, prepared, tokenizer, coordinator)
+    facts = _run_facts(args, plan, prepared) | {"precision": precision, "model_config": config_facts(config)}
+    check_before_model(args, facts, loader, plan.max_steps, coordinator)
     with phase("model"):
         compiled = compile_backend(args.model, coordinator.device) is not None  # fuses what Liger's layers fuse
         if not compiled and modeling.apply_kernels(empty.model, args.model, coordinator.device):
@@ -234,7 +256,7 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
         on_event=metrics.event,
         trust=args.train.trust_checkpoint,
     )
-    facts = {"precision": precision, "model_config": config_facts(config), "template": template_facts(template)}
+    facts |= {"template": template_facts(template)}
     trainer = _trainer(args, start, engine, loader, plan, coordinator, stop, checkpointer, prepared, metrics, config, facts)
     trainer.recovery.before_relaunch = trainer.keep_all
     if args.train.oom_snapshot:
@@ -426,13 +448,7 @@ def _trainer(
         identity={
             "engine": engine.name,
             "num_processes": coordinator.num_processes,
-            "global_batch_size": plan.global_batch_size,
-            "steps_per_epoch": plan.steps_per_epoch,
-            "max_steps": plan.max_steps,
-            "data_fingerprint": getattr(prepared.train, "fingerprint", ""),
-            "data_seed": args.train.seed if args.train.data_seed is None else args.train.data_seed,
             "adapters": None if engine.lora is None else adapter_facts(engine.lora),
-            "data_order": f"{args.data.train_sampling_strategy}{', last step dropped' if args.data.dataloader_drop_last else ''}",
             **facts,
             "packages": run_folder.environment()["packages"],
         },

@@ -58,6 +58,7 @@ class Ruling:
         port: rendezvous of that life, on rank 0's host.
         cause: why, for a relaunch; `rank` in it is the rank.
         why: for people, for a failure or a stop.
+        is_known: `why` is what happened, and not only how processes ended because of it.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Ruling:
     port: int = 0
     cause: dict[str, Any] | None = None
     why: str = ""
+    is_known: bool = False
 
 
 class Rulings:
@@ -79,6 +81,7 @@ class Rulings:
         self.num_ranks, self.wait_s = num_ranks, wait_s
         self.attempt = 0
         self.ended: dict[int, Report] = {}
+        self.left: set[int] = set()
         self.judge_at_s: float | None = None
         self.closed = False
 
@@ -88,6 +91,8 @@ class Rulings:
             return None
         self.ended[report.rank] = report
         if report.cause is not None:
+            if self.left:
+                return self._close("fail", f"rank {report.rank} ran out of memory when rank {min(self.left)} had already ended")
             if self.attempt >= MAX_RELAUNCHES:
                 return self._close("fail", f"{MAX_RELAUNCHES} relaunches did not help")
             self.attempt += 1
@@ -101,10 +106,13 @@ class Rulings:
         return None
 
     def lost(self, rank: int, node: str = "") -> Ruling | None:
-        """A guard is gone without having been told to go."""
+        """A guard is gone without having been told to go; one whose process has ended in order does not wait for the others for ever."""
         if self.closed:
             return None
-        return self._close("fail", gone(rank, node))
+        if rank in self.ended and self.ended[rank].code in IN_ORDER:
+            self.left.add(rank)
+            return None
+        return self._close("fail", gone(rank, node), is_known=True)
 
     def stop(self, signal_name: str) -> Ruling | None:
         """A guard was asked to stop between two lives."""
@@ -116,9 +124,9 @@ class Rulings:
             return None
         return self._close("fail", _describe([each for each in self.ended.values() if each.code not in IN_ORDER]))
 
-    def _close(self, kind: str, why: str = "") -> Ruling:
+    def _close(self, kind: str, why: str = "", *, is_known: bool = False) -> Ruling:
         self.closed = True
-        return Ruling(kind, self.attempt, why=why)
+        return Ruling(kind, self.attempt, why=why, is_known=is_known)
 
 
 def gone(rank: int, node: str = "") -> str:

@@ -197,7 +197,8 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
         if found is None:
             return False
         saved = json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
-        check(saved["run"], trainer.identity, force=args.train.force_resume, place=_place(saved, trainer))
+        place = _place(saved, trainer.identity, trainer.loader, trainer.plan.max_steps)
+        check(saved["run"], trainer.identity, force=args.train.force_resume, place=place)
         restore(found, saved, trainer, checkpointer, coordinator)
         trainer.state = TrainState.from_dict(saved["state"])
         if saved["run"].get("data_fingerprint") == trainer.identity["data_fingerprint"]:
@@ -215,6 +216,37 @@ def find_begin(args: Arguments, loader: StepLoader | StreamLoader, fingerprint: 
     """
     if args.train.max_steps > 0:
         return
+    saved = _state_to_resume(args, coordinator)
+    with contextlib.suppress(UserError, KeyError, TypeError, ValueError, AttributeError):
+        if saved["run"]["data_fingerprint"] == fingerprint:
+            _begin_after(saved, loader)
+
+
+def check_before_model(
+    args: Arguments, now: Mapping[str, Any], loader: StepLoader | StreamLoader, max_steps: int, coordinator: Coordinator
+) -> None:
+    """Refuses what `resume` would, as far as it is known before the model is loaded.
+
+    Whatever else is wrong with the checkpoint, and what only warrants a word, is said when it is resumed.
+
+    Args:
+        now: this run's facts.
+
+    Raises:
+        UserError: on all ranks.
+    """
+    if args.train.force_resume or guard_line.attempt() > 0:
+        return
+    saved = _state_to_resume(args, coordinator)
+    findings: list[Finding] = []
+    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+        findings = compare(saved["run"], now, _place(saved, now, loader, max_steps))
+    if has_errors(findings):
+        raise UserError(finding for finding in findings if finding.severity == "error")
+
+
+def _state_to_resume(args: Arguments, coordinator: Coordinator) -> Any:
+    """trainer_state.json of the checkpoint that will be resumed if it is whole; None where there is none, or it is no run's of ours."""
 
     def read() -> Any:
         wanted = Path(args.train.resume_from_checkpoint or "auto")
@@ -232,10 +264,7 @@ def find_begin(args: Arguments, loader: StepLoader | StreamLoader, fingerprint: 
         with contextlib.suppress(OSError, ValueError):
             return json.loads((found / checkpoint_files.STATE_FILE).read_text(encoding="utf-8"))
 
-    saved = coordinator.broadcast(read() if coordinator.is_main_process else None)
-    with contextlib.suppress(UserError, KeyError, TypeError, ValueError, AttributeError):
-        if saved["run"]["data_fingerprint"] == fingerprint:
-            _begin_after(saved, loader)
+    return coordinator.broadcast(read() if coordinator.is_main_process else None)
 
 
 def _begin_after(saved: Mapping[str, Any], loader: Any) -> None:
@@ -251,16 +280,16 @@ def _begin_after(saved: Mapping[str, Any], loader: Any) -> None:
         loader.go_on(int(saved["state"]["step"]), batch, data)
 
 
-def _place(saved: Mapping[str, Any], trainer: Trainer) -> str:
+def _place(saved: Mapping[str, Any], now: Mapping[str, Any], loader: Any, max_steps: int) -> str:
     """Where a checkpoint with another batch stands, for the message; "" where nothing can be said."""
-    run, now = saved["run"], trainer.identity
+    run = saved["run"]
     if run.get("data_fingerprint") != now["data_fingerprint"] or run.get("global_batch_size") in (None, now["global_batch_size"]):
         return ""
     try:
-        _begin_after(saved, trainer.loader)
+        _begin_after(saved, loader)
     except UserError:
         return ""
-    seen, left = trainer.loader.begin.position, trainer.plan.max_steps - int(saved["state"]["step"])
+    seen, left = loader.begin.position, max_steps - int(saved["state"]["step"])
     return f"; {seen} samples of the epoch are trained on, {left} steps are left"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from harness import guard
 from harness.guard import parent_of
-from harness.relaunch_hub import MAX_RELAUNCHES, SILENT_S, Lines, Report, Rulings, watch_peer
+from harness.relaunch_hub import MAX_RELAUNCHES, SILENT_S, Lines, Report, Ruling, Rulings, watch_peer
 from tests.launching import ROOT
 
 OOM = {"phase": "update"}
@@ -68,6 +68,17 @@ def test_a_guard_that_is_gone_ends_all_once() -> None:
     assert rules.add(Report(0, 0, 86, OOM), 0.0) is None
 
 
+def test_a_guard_whose_process_ended_in_order_may_leave_but_nobody_starts_again_without_it() -> None:
+    rules = Rulings(2)
+    assert rules.add(Report(1, 0, 0), 0.0) is None
+    assert rules.lost(1) is None  # the other still writes
+    assert rules.add(Report(0, 0, 0), 100.0) == Ruling("done", 0)
+    rules = Rulings(2)
+    assert (rules.add(Report(1, 0, 0), 0.0), rules.lost(1)) == (None, None)
+    ruling = rules.add(Report(0, 0, 86, {"phase": "save"}), 100.0)
+    assert ruling == Ruling("fail", 0, why="rank 0 ran out of memory when rank 1 had already ended")
+
+
 def test_relaunches_end() -> None:
     rules = Rulings(1)
     kinds = [kind_of(rules.add(Report(0, attempt, 86, OOM), 0.0)) for attempt in range(MAX_RELAUNCHES + 1)]
@@ -109,7 +120,7 @@ def broadcast(value):
 if kind == "late" and rank != victim and life == 0:
     write(f"life-{life}-{rank}", ["", None, "", os.getpid()])
     time.sleep(1)  # the other has long asked for a new start when this one's guard learns where the hub is
-if kind == "asked before" and (rank != victim or size == 1):
+if (kind == "asked before" and (rank != victim or size == 1)) or (kind == "peer gone" and rank == victim):
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 guard_line.join_hub(broadcast)
 guard_line.tell_folder(folder, 0.0)
@@ -134,7 +145,7 @@ if life == 0:
             sys.exit(7)
         if kind == "sleep":
             time.sleep(60)
-        while kind == "asked before" and not (folder / "go").exists():
+        while kind in ("asked before", "peer gone") and not (folder / "go").exists():
             time.sleep(0.01)
         if kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -157,22 +168,29 @@ def until(holds: Callable[[], bool], limit_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
+LAUNCHER = """
+import json, os, subprocess, sys
+command, environments = json.loads(sys.argv[1])
+for child in [subprocess.Popen(command, env={**os.environ, **environment}) for environment in environments]:
+    child.wait()
+"""
+
+
 class Guards:
-    def __init__(self, folder: Path, kind: str, victim: int, num_ranks: int = 2) -> None:
+    """Guards of a job, with children that do as they are told; `processes` is a launcher alone where they have one."""
+
+    def __init__(self, folder: Path, kind: str, victim: int, num_ranks: int = 2, *, launcher: bool = False) -> None:
         self.folder = folder
         script = folder / "child.py"
         script.write_text(CHILD)
         common = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HARNESS_")}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(folder), kind, str(victim)],
-                env={**inherited, **common, "RANK": str(rank), "PYTHONPATH": str(ROOT)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(num_ranks)
-        ]
+        command = [sys.executable, str(script), str(folder), kind, str(victim)]
+        environments = [{**inherited, **common, "RANK": str(rank), "PYTHONPATH": str(ROOT)} for rank in range(num_ranks)]
+        if launcher:
+            (folder / "torchrun").write_text(LAUNCHER)
+            command, environments = [sys.executable, str(folder / "torchrun"), json.dumps([command, environments])], [inherited]
+        self.processes = [subprocess.Popen(command, env=each, stderr=subprocess.PIPE, text=True) for each in environments]
 
     def wait(self) -> list[int]:
         codes = [process.wait(timeout=40) for process in self.processes]
@@ -286,7 +304,27 @@ def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
     assert codes[rank] == -9 and codes[1 - rank] == 1
     reason = json.loads((tmp_path / "exit.json").read_text())["reason"]
     node = "127.0.0.1" if rank == 0 else socket.gethostname()
-    assert reason.startswith(f"rank {1 - rank} was ended, because the guard of rank {rank} on {node} is gone: its node is down or cut off")
+    assert reason.startswith(f"the guard of rank {rank} on {node} is gone: its node is down or cut off")
+
+
+def test_a_dead_guard_is_the_reason_also_where_its_peer_asks_for_a_new_start(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "peer gone", 0)
+    until(lambda: len(guards.lives(0)) == 2)
+    guards.processes[1].send_signal(signal.SIGKILL)
+    time.sleep(0.3)
+    (tmp_path / "go").touch()
+    assert guards.wait() == [1, -9]
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"].startswith("the guard of rank 1 on ")
+
+
+def test_a_dead_guard_is_the_reason_also_where_its_peer_has_said_that_it_lost_a_peer(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "sleep", 0)
+    until(lambda: len(guards.lives(0)) == 2)
+    lost = {"code": 1, "reason": "Connection reset by peer", "rank": 0, "time": time.time(), "is_consequence": True}
+    (tmp_path / "exit.json").write_text(json.dumps(lost))
+    guards.processes[1].send_signal(signal.SIGKILL)
+    assert guards.wait() == [1, -9]
+    assert json.loads((tmp_path / "exit.json").read_text())["reason"].startswith("the guard of rank 1 on ")
 
 
 def test_a_peer_that_says_nothing_is_noticed_within_the_limit() -> None:
@@ -326,6 +364,17 @@ def test_a_stop_request_between_two_lives_stops_all_ranks(kind: str, asked: tupl
     report = json.loads((tmp_path / "exit.json").read_text())
     assert (report["code"], report["reason"]) == (75, BETWEEN)
     assert guards.lives(2) == []
+
+
+def test_the_end_of_the_launcher_between_two_lives_stops_all_ranks(tmp_path: Path) -> None:
+    guards = Guards(tmp_path, "new life", 0, launcher=True)
+    until(lambda: len(guards.lives(1)) == 2)
+    guards.processes[0].kill()
+    assert guards.processes[0].wait(timeout=40) == -9
+    until(lambda: not any(map(parent_of, guards.children())))
+    until((tmp_path / "exit.json").exists)
+    report = json.loads((tmp_path / "exit.json").read_text())
+    assert (report["code"], report["reason"]) == (75, BETWEEN.replace("SIGTERM", "the end of the launcher"))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

@@ -7,6 +7,7 @@ the losses are those of the run that was never interrupted.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,10 @@ def check_export(checkpoint: Path, final: Path, output: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder).generate(ids, max_new_tokens=8, do_sample=False).tolist() for folder in (final, output)
     ]
     assert texts[0] == texts[1]
-    assert f"Trained for {STEPS} optimizer steps" in (output / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    assert f"Trained for {STEPS} optimizer steps" in card
+    for text in (card, (final / "README.md").read_text()):
+        assert re.search(r"- training data: /\S+/data\.jsonl \(prepared as \w", text), text
 
 
 def test_export_of_a_sharded_checkpoint_in_another_dtype_and_in_several_files(straight: Result, tmp_path: Path) -> None:
@@ -154,6 +158,7 @@ def test_a_changed_batch_is_refused_with_both_numbers_and_force_goes_on(
     refused = run(server, inputs, tmp_path / "refused", 1, 4, *wanted, "--gradient_accumulation_steps", "1")
     assert refused.exit_json is not None and refused.exit_json["code"] == 2
     assert "the checkpoint had 8 samples per step, this run has 4" in refused.stdout
+    assert "model: start" not in refused.stdout  # a large one takes minutes
     forced = run(server, inputs, tmp_path / "forced", 1, 4, *wanted, "--force_resume", "--precision", "bf16")
     assert forced.returncode == 0, forced.stdout
     assert [row["step"] for row in forced.rows] == [STEPS] and "precision fp32 -> bf16 (--force_resume: going on)" in forced.stdout
