@@ -87,6 +87,17 @@ def model_facts(args: Arguments) -> ModelFacts:
     if source is None:
         return ModelFacts(model_type=model.model_type)
     path = Path(source).expanduser()
+    try:
+        return _facts_of(source, path, key)
+    except PermissionError as error:  # of a folder that may not be entered
+        return ModelFacts(problems=(_not_readable(error, path, key),))
+
+
+def _not_readable(error: OSError, path: Path, key: str) -> Finding:
+    return Finding("error", key, f"cannot read {error.filename or path}: {error.strerror}", "give a model that you may read")
+
+
+def _facts_of(source: str, path: Path, key: str) -> ModelFacts:
     if not path.exists():
         if names_a_path(source):
             fix = instead_of(source) or "an existing folder, or a name on the hub"
@@ -95,6 +106,8 @@ def model_facts(args: Arguments) -> ModelFacts:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = parse_json(read_text(file))
+    except PermissionError:
+        raise
     except OSError as error:
         if error.errno == errno.EINVAL:
             return ModelFacts(problems=(Finding("error", key, f"{file} is not a regular file", "copy the model again"),))

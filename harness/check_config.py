@@ -12,6 +12,7 @@ for the arguments of a run the model is built empty from its config too, which l
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import dataclasses
 import json
@@ -21,12 +22,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import disk_room
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import names_modules
 from harness.check_accelerate import check_accelerate, environment_of, wrap_class_findings
 from harness.check_arguments import check_arguments, model_facts, offload_findings, path_findings
 from harness.check_deepspeed import check_deepspeed, nvme_folder_findings
-from harness.check_launch import Launch, check_build_locks, check_environment, check_launch, count_finding, parse_launch, read_hostfile
+from harness.check_launch import (
+    Launch,
+    check_build_locks,
+    check_environment,
+    check_launch,
+    count_finding,
+    is_our_script,
+    parse_launch,
+    read_hostfile,
+)
 from harness.deepspeed_json import get_value
 from harness.device_map_text import refuse_in_launch
 from harness.findings import Finding, FindingParser, UserError, counted, format_findings, has_errors, is_count, sort_findings, user_error
@@ -307,13 +318,13 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
         findings += check_launch(launch, environ, machine)
         options.config_file = options.config_file or launch.options.get("--config_file")
         num_processes = num_processes or launch.num_processes or None
-        run_tokens = [*run_tokens, *launch.script_args]
+        run_tokens = [*run_tokens, *launch.script_args[launch.script == "harness" and launch.script_args[:1] == ("train",) :]]
     num_machines = (launch.integer("--num_machines", "--nnodes", "--num_nodes") if launch else None) or 1
     if options.hostfile:
         hosts = _collect(findings, read_hostfile, options.hostfile)
         num_processes = num_processes or (sum(hosts.values()) if hosts else None)
     run_tokens = _run_tokens(run_tokens, options)
-    asks_for_run = bool(launch and launch.script_args) or any(
+    asks_for_run = bool(launch and (launch.script_args or _is_our_script(launch))) or any(
         token.startswith("--") for token in run_tokens if not token.startswith("--deepspeed")
     )
     args = _collect(findings, parse_run, run_tokens) if asks_for_run else None
@@ -338,6 +349,11 @@ def _check_all(options: argparse.Namespace, run_tokens: list[str], command: list
         template = _collect(findings, load_deepspeed_template, _only_deepspeed(options.deepspeed), {})
         findings += _file_alone(template, num_processes, machine) if template is not None else []
     return sort_findings(findings), args.non_defaults() if args else {}
+
+
+def _is_our_script(launch: Launch) -> bool:
+    """Whether it starts run_clm.py, which has something to say of no arguments too."""
+    return launch.script is not None and is_our_script(launch.script, launch.script_args)
 
 
 def _machine_options(launch: Launch | None) -> dict[str, Any]:
@@ -419,6 +435,7 @@ def write_template(path: str | Path, values: Mapping[str, Any] | None = None) ->
 
     Raises:
         UserError: the file exists, or cannot be written.
+        OSError: the disk is full.
     """
     values = values or {}
     assert set(values) <= set(argument_names())
@@ -429,12 +446,18 @@ def write_template(path: str | Path, values: Mapping[str, Any] | None = None) ->
             lines += _template_lines(field, values)
         lines.append("")
     try:
-        with open(path, "x", encoding="utf-8") as file:
-            file.write("\n".join(lines))
+        file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - closed below, before a part of a file is removed
     except FileExistsError:
         raise user_error("--write_template", f"{path} exists already", "another name, or remove it first") from None
     except OSError as error:
         raise user_error("--write_template", f"cannot write {path}: {error.strerror}", "a folder you may write to") from None
+    try:
+        with disk_room.naming(Path(path)), file:
+            file.write("\n".join(lines))
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def _template_lines(field: dataclasses.Field[Any], values: Mapping[str, Any]) -> list[str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from harness.build_locks import extensions_folder, is_abandoned, is_held, owner_of
@@ -13,21 +15,75 @@ from harness.findings import Finding, UserError, is_count, user_error
 from harness.machine import Machine
 from harness.user_files import read_user_text
 
-# Launcher options that take no value, and short names of options; everything else before the script takes one value.
-_SWITCHES = {
-    "deepspeed": {
-        "--module",
-        "--no_python",
-        "--no_local_rank",
-        "--no_ssh",
-        "--no_ssh_check",
-        "--force_multi",
-        "--bind_cores_to_rank",
-        "--quiet",
-    },
-    "accelerate": {"--module", "--no_python", "--multi_gpu", "--cpu", "--tpu", "--use_deepspeed", "--use_fsdp", "--quiet", "--debug", "-m"},
-    "torchrun": {"--standalone", "-m", "--module", "--no-python", "--run-path", "--virtual-local-rank"},
+# All options of each launcher, and the package and version whose own parser has exactly these.
+_LISTED_FOR = {"deepspeed": ("deepspeed", "0.19."), "accelerate": ("accelerate", "1.15."), "torchrun": ("torch", "2.13.")}
+_OPTIONS = {
+    launcher: frozenset(text.split())
+    for launcher, text in {
+        "deepspeed": """
+        --autotuning --bind_core_list --bind_cores_to_rank --enable_each_rank_log --exclude --force_multi --help --hostfile
+        --include --launcher --launcher_args --log_level --master_addr --master_port --module --no_local_rank --no_python --no_ssh
+        --no_ssh_check --node_rank --num_accelerators --num_gpus --num_nodes --quiet --save_pid --ssh_port --venv_script
+        """,
+        "accelerate": """
+        --aws_access_key_id --aws_secret_access_key --config_file --cpu --debug --deepspeed_config_file
+        --deepspeed_exclusion_filter --deepspeed_hostfile --deepspeed_inclusion_filter --deepspeed_moe_layer_cls_names
+        --deepspeed_multinode_launcher --downcast_bf16 --dynamo_backend --dynamo_mode --dynamo_use_dynamic --dynamo_use_fullgraph
+        --dynamo_use_regional_compilation --enable_cpu_affinity --env --fp8_amax_compute_algo --fp8_amax_history_len --fp8_backend
+        --fp8_enable_fsdp_float8_all_gather --fp8_format --fp8_interval --fp8_margin --fp8_opt_level
+        --fp8_override_linear_precision --fp8_pad_inner_dim --fp8_use_autocast_during_eval --fsdp_activation_checkpointing
+        --fsdp_activation_checkpointing_offload --fsdp_auto_wrap_policy --fsdp_backward_prefetch --fsdp_cpu_ram_efficient_loading
+        --fsdp_forward_prefetch --fsdp_min_num_params --fsdp_offload_params --fsdp_reshard_after_forward --fsdp_sharding_strategy
+        --fsdp_state_dict_type --fsdp_sync_module_states --fsdp_transformer_layer_cls_to_wrap --fsdp_use_orig_params
+        --fsdp_version --gpu_ids --gradient_accumulation_steps --gradient_clipping --help --log_dir --machine_rank
+        --main_process_ip --main_process_port --main_training_function --max_restarts --megatron_lm_attention_backend
+        --megatron_lm_attention_dropout --megatron_lm_attention_softmax_in_fp32 --megatron_lm_calculate_per_token_loss
+        --megatron_lm_context_parallel_size --megatron_lm_decoder_last_pipeline_num_layers --megatron_lm_eod_mask_loss
+        --megatron_lm_expert_model_parallel_size --megatron_lm_expert_tensor_parallel_size --megatron_lm_gradient_clipping
+        --megatron_lm_hidden_dropout --megatron_lm_no_load_optim --megatron_lm_no_save_optim --megatron_lm_num_micro_batches
+        --megatron_lm_optimizer_cpu_offload --megatron_lm_overlap_cpu_optimizer_d2h_h2d --megatron_lm_pp_degree
+        --megatron_lm_recompute_activations --megatron_lm_recompute_granularity --megatron_lm_recompute_method
+        --megatron_lm_recompute_num_layers --megatron_lm_sequence_parallelism --megatron_lm_tp_degree
+        --megatron_lm_use_custom_fsdp --megatron_lm_use_distributed_optimizer --megatron_lm_use_precision_aware_optimizer
+        --megatron_lm_use_rotary_position_embeddings --mixed_precision --module --monitor_interval --mpirun_hostfile --multi_gpu
+        --no_python --no_tpu_cluster --num_cpu_threads_per_process --num_machines --num_processes --offload_optimizer_device
+        --offload_optimizer_nvme_path --offload_param_device --offload_param_nvme_path --parallelism_config_cp_backend
+        --parallelism_config_cp_comm_strategy --parallelism_config_cp_size --parallelism_config_dp_replicate_size
+        --parallelism_config_dp_shard_size --parallelism_config_sp_attn_implementation --parallelism_config_sp_backend
+        --parallelism_config_sp_seq_length --parallelism_config_sp_seq_length_is_variable --parallelism_config_sp_size
+        --parallelism_config_tp_size --quiet --rdzv_backend --rdzv_conf --role --same_network --tee --tpu --tpu_cluster
+        --tpu_use_sudo --use_deepspeed --use_fsdp --use_megatron_lm --use_parallelism_config --vm --zero3_init_flag
+        --zero3_save_16bit_model --zero_stage
+        """,
+        "torchrun": """
+        --duplicate_stderr_filters --duplicate_stdout_filters --event_log_handler --help --local_addr --local_ranks_filter
+        --log_dir --logs_specs --master_addr --master_port --max_restarts --module --monitor_interval --nnodes --no_python
+        --node_rank --nproc_per_node --numa_binding --rdzv_backend --rdzv_conf --rdzv_endpoint --rdzv_id --redirects --role
+        --run_path --shutdown_timeout --signals_to_handle --standalone --start_method --tee --virtual_local_rank
+        """,
+    }.items()
 }
+# Those that take no value; every other one before the script takes one.
+_SWITCHES = {
+    launcher: frozenset(text.split())
+    for launcher, text in {
+        "deepspeed": """
+        --bind_cores_to_rank --force_multi --help --module --no_local_rank --no_python --no_ssh --no_ssh_check --quiet --save_pid
+        -h -q
+        """,
+        "accelerate": """
+        --cpu --debug --downcast_bf16 --dynamo_use_dynamic --dynamo_use_fullgraph --dynamo_use_regional_compilation
+        --enable_cpu_affinity --fp8_use_autocast_during_eval --help --module --multi_gpu --no_python --no_tpu_cluster --quiet
+        --same_network --tpu --tpu_cluster --tpu_use_sudo --use_deepspeed --use_fsdp --use_megatron_lm --use_parallelism_config -h
+        -m -q
+        """,
+        "torchrun": """
+        --help --module --no_python --run_path --standalone --virtual_local_rank -h -m
+        """,
+    }.items()
+}
+_SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude"}  # of deepspeed
+_ABBREVIATING = ("deepspeed", "torchrun")  # take the beginning of an option's name for it
 # Options that only a launcher has: after the script they reach the script instead.
 _LAUNCHER_ONLY = {
     "deepspeed": {"--num_gpus", "--num_nodes", "--hostfile", "--include", "--exclude", "--master_port", "--master_addr"},
@@ -48,6 +104,9 @@ _COUNTS = {
     "accelerate": ("--num_processes", "--num_machines"),
     "torchrun": ("--nproc_per_node", "--nnodes"),
 }
+# What else torchrun takes for the processes of a machine: itself, and the backends that have joined torch from outside.
+_PROCESS_WORDS = ("auto", "cpu", "gpu", "xpu", "privateuseone", "npu", "mlu", "musa", "hpu", "gcu", "sdaa", "maca")
+_WHOLE_NUMBERS = ("--node_rank", "--machine_rank", "--max_restarts")
 _HOST_LINE = re.compile(r"(\S+)\s+slots=(\d{1,6})\s*(#.*)?")  # no host has a million
 
 
@@ -60,12 +119,14 @@ class Launch:
         options: the launcher's own options by name, hyphens written as underscores; switches have an empty value.
         script: the script or module; None where the command ends before one.
         script_args: what the script gets.
+        unknown: options, as they were typed, that the launcher does not have.
     """
 
     launcher: str
     options: dict[str, str]
     script: str | None
     script_args: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
     def integer(self, *names: str) -> int | None:
         """The value of the first of these options that was given, where it is a whole number."""
@@ -110,14 +171,38 @@ def parse_launch(tokens: Sequence[str]) -> Launch:
             raise user_error("command", f"accelerate {rest[0] if rest else ''} starts no job", "accelerate launch ...")
         rest = rest[1:]
     options: dict[str, str] = {}
-    switches = _SWITCHES.get(name, {"-m"})
+    unknown: list[str] = []
     while rest and rest[0].startswith("-"):
         flag, equals, value = rest.pop(0).partition("=")
-        key = flag.replace("-", "_").replace("__", "--", 1) if flag.startswith("--") else flag
-        if not equals and flag not in switches and key not in switches and rest:
+        key = _full_name(name, flag)
+        if name != "python" and _is_unknown(name, flag, key):
+            unknown.append(flag)
+        meant = key if flag not in unknown else _nearest(name, flag) or key  # what is misspelt takes a value where the right one does
+        if not equals and meant not in _SWITCHES.get(name, {"-m"}) and rest:
             value = rest.pop(0)
         options[key] = value
-    return Launch(name, options, rest[0] if rest else None, tuple(rest[1:]))
+    return Launch(name, options, rest[0] if rest else None, tuple(rest[1:]), tuple(unknown))
+
+
+def _full_name(launcher: str, flag: str) -> str:
+    """An option's whole name with underscores, where the launcher knows it by what was typed; else what was typed, with underscores."""
+    if not flag.startswith("--"):
+        return _SHORT.get(flag, flag) if launcher == "deepspeed" else flag
+    name = "--" + flag[2:].replace("-", "_")
+    known = _OPTIONS.get(launcher, frozenset())
+    whole = [option for option in known if option.startswith(name)] if launcher in _ABBREVIATING and name not in known else []
+    return whole[0] if len(whole) == 1 else name
+
+
+def _is_unknown(launcher: str, flag: str, key: str) -> bool:
+    if not flag.startswith("--"):  # -nproc_per_node; a short option may have its value right behind it: -r3
+        return f"-{flag}".replace("-", "_").replace("__", "--", 1) in _OPTIONS[launcher]
+    return key not in _OPTIONS[launcher] or (launcher == "deepspeed" and "-" in flag[2:])  # which alone takes no hyphens for underscores
+
+
+def _nearest(launcher: str, flag: str) -> str | None:
+    name = "--" + flag.lstrip("-").replace("-", "_")
+    return next(iter(difflib.get_close_matches(name, sorted(_OPTIONS[launcher]), n=1, cutoff=0.7)), None)
 
 
 def check_launch(launch: Launch, environ: Mapping[str, str], machine: Machine | None = None) -> list[Finding]:
@@ -152,10 +237,32 @@ def check_launch(launch: Launch, environ: Mapping[str, str], machine: Machine | 
     return findings
 
 
+_COMMANDS = {"accelerate": "accelerate launch"}
+
+
+def _has_listed_version(launcher: str) -> bool:
+    """Whether the launcher here has the options that are written down, so that every other one is a mistake."""
+    package, version = _LISTED_FOR[launcher]
+    try:
+        return metadata.version(package).startswith(version)
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def _option_findings(launch: Launch, environ: Mapping[str, str]) -> Iterator[Finding]:
     options = launch.options
     if launch.launcher == "accelerate" and "--config" in options:
         yield Finding("error", "--config", "is no option of accelerate launch, which takes no abbreviations", "did you mean --config_file?")
+    for flag in launch.unknown:
+        if (launch.launcher, flag) == ("accelerate", "--config"):
+            continue
+        near = _nearest(launch.launcher, flag)
+        message = f"is no option of {_COMMANDS.get(launch.launcher, launch.launcher)}"
+        fix = f"did you mean {near}?" if near else "an option of the script stands behind the script"
+        if _has_listed_version(launch.launcher):
+            yield Finding("error", flag, message, fix)
+        else:
+            yield Finding("warning", flag, f"{message} {_LISTED_FOR[launch.launcher][1]}x", fix)
     file = options.get("--config_file")
     if file is not None and not Path(file).is_file():
         yield Finding("error", "--config_file", f"{file} does not exist", "the path of an accelerate YAML")
@@ -189,6 +296,34 @@ def _count_findings(launch: Launch) -> Iterator[Finding]:
         finding = None if unset else count_finding(option, text)
         if finding is not None:
             yield finding
+        elif option in launch.options and not _is_possible_count(launch.launcher, option, text):
+            torchrun = {"--nproc_per_node": ", or gpu, cpu, auto", "--nnodes": ", or a range like 1:2"}
+            words = torchrun.get(option, "") if launch.launcher == "torchrun" else ""
+            yield Finding("error", option, f"must be a whole number{words}, not {text[:40]!r}", f"{option} 1")
+    for option in _WHOLE_NUMBERS:
+        if option in launch.options and re.fullmatch(r"[+-]?\d{1,9}", launch.options[option]) is None:
+            yield Finding("error", option, f"must be a whole number, not {launch.options[option][:40]!r}", f"{option} 0")
+
+
+def _is_possible_count(launcher: str, option: str, text: str) -> bool:
+    if launcher == "torchrun" and option == "--nproc_per_node" and text in _PROCESS_WORDS:
+        return True
+    is_range = launcher == "torchrun" and option == "--nnodes" and text.count(":") == 1
+    return all(re.fullmatch(r"[+-]?\d{1,9}", part) for part in (text.split(":") if is_range else [text]))
+
+
+def is_our_script(script: str, following: Sequence[str]) -> bool:
+    """Whether a script or module is this harness's own training script, by its path or as `harness train`.
+
+    Args:
+        following: the words behind it.
+    """
+    path = Path(script)
+    if path.name == "harness":
+        return list(following[:1]) == ["train"]
+    ours = Path(__file__).with_name("run_clm.py")
+    is_file = path.parts[-2:] == ours.parts[-2:] or (path.name == ours.name and path.resolve() == ours.resolve())
+    return is_file or script == "harness.run_clm"
 
 
 # ---------------------------------------------------------------- hostfile

@@ -16,6 +16,7 @@ import codecs
 import csv
 import dataclasses
 import difflib
+import errno
 import glob
 import gzip
 import io
@@ -131,30 +132,24 @@ def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
     """
     found: dict[Path, SourceFile | Path] = {}
     problems: list[Finding] = []
+
+    def cannot_read(error: OSError) -> None:
+        message = f"cannot read {error.filename or entry}: {error.strerror or error}"
+        problems.append(Finding("error", key, message, "give what you may read"))
+
     for entry in entries:
         if problem := path_problem(entry):
             problems.append(Finding("error", key, f"{entry[:60]} {problem}", "give the path of an existing file"))
             continue
         path = Path(entry).expanduser()
-        if path.is_dir():
-            files: list[SourceFile | Path] = [SourceFile(file, False) for file in _files_below(path)]
-            if is_saved_dataset(path):
-                split = _split_folder(path, key)
-                files = [split] if isinstance(split, Path) else []
-                problems += [split] if isinstance(split, Finding) else []
-            elif not files:
-                problems.append(Finding("error", key, f"folder {entry} has no file of a known kind", f"known are {_known()}"))
-        elif path.is_file():
-            files = [SourceFile(path, True)]
-        elif glob.has_magic(str(path)):
-            matches = (Path(match) for match in sorted(glob.glob(str(path), recursive=True)))
-            files = [SourceFile(match, False) for match in matches if match.is_file()]
-            if not files:
-                problems.append(Finding("error", key, f"no file matches {entry}", "quote globs so that ** reaches the program"))
-        else:
-            problems.append(_not_there(entry, path, key))
+        try:
+            files = _files_of(entry, path, key, problems, cannot_read)
+        except OSError as error:
+            cannot_read(error)
             continue
         for file in files:
+            if isinstance(file, SourceFile) and not os.access(file.path, os.R_OK):
+                cannot_read(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file.path)))
             if isinstance(file, SourceFile) and file.suffix not in SUFFIXES:
                 problems.append(Finding("error", key, f"{file.path} is of an unknown kind", f"known are {_known()}"))
             real = (file.path if isinstance(file, SourceFile) else file).resolve()
@@ -164,13 +159,37 @@ def expand(entries: Sequence[str], key: str) -> list[SourceFile | Path]:
     return list(found.values())
 
 
+def _files_of(entry: str, path: Path, key: str, problems: list[Finding], cannot_read: Callable[[OSError], None]) -> list[SourceFile | Path]:
+    """What one entry stands for; what is wrong with it is added to `problems`, or raised as an OSError."""
+    if path.is_dir():
+        num_before = len(problems)
+        if is_saved_dataset(path):
+            split = _split_folder(path, key)
+            problems += [split] if isinstance(split, Finding) else []
+            return [split] if isinstance(split, Path) else []
+        files = _files_below(path, cannot_read)
+        if not files and len(problems) == num_before:
+            problems.append(Finding("error", key, f"folder {entry} has no file of a known kind", f"known are {_known()}"))
+        return [SourceFile(file, False) for file in files]
+    if path.is_file():
+        return [SourceFile(path, True)]
+    if glob.has_magic(str(path)):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        files = [match for match in matches if match.is_file()]
+        if not files:
+            problems.append(Finding("error", key, f"no file matches {entry}", "quote globs so that ** reaches the program"))
+        return [SourceFile(file, False) for file in files]
+    problems.append(_not_there(entry, path, key))
+    return []
+
+
 def _known() -> str:
     return " ".join(sorted(SUFFIXES)) + ", all text kinds also with .gz .bz2 .xz"
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _files_below(folder: Path, cannot_read: Callable[[OSError], None]) -> list[Path]:
     files = []
-    for root, folders, names in os.walk(folder, followlinks=False):
+    for root, folders, names in os.walk(folder, onerror=cannot_read, followlinks=False):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         files += [Path(root) / name for name in sorted(names) if not name.startswith(".")]
     return [file for file in files if SourceFile(file, False).suffix in SUFFIXES and file.is_file()]

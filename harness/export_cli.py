@@ -19,6 +19,7 @@ from harness.findings import Finding, FindingParser, UserError, format_findings,
 from harness.lora import BASE_FOLDER, AttachedLora, export_adapter, merge_adapter
 from harness.modeling import persistent_buffers
 from harness.stored_state import DcpState, StoredState, ZeroWeights, engine_family, weights_of
+from harness.user_files import named_path
 
 log = logging.getLogger("harness")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -162,8 +163,8 @@ def _export_adapter(state: StoredState, model_folder: Path, output: Path, dtype:
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line. Returns 0 done, 1 the disk is full, 2 wrong input."""
     parser = FindingParser(prog="harness export", description="Turns a checkpoint into a folder that from_pretrained loads.")
-    parser.add_argument("checkpoint", type=Path, help="out/checkpoint-N")
-    parser.add_argument("output", type=Path, help="new folder")
+    parser.add_argument("checkpoint", type=named_path, help="out/checkpoint-N")
+    parser.add_argument("output", type=named_path, help="new folder")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None, help="of the weights; default: what the run computed in")
     parser.add_argument("--merge", action="store_true", help="LoRA: add the adapters to the base model")
     parser.add_argument("--base_model", "--base-model", help="with --merge: the base model, if it is not where the run took it from")
@@ -183,6 +184,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         is_full = disk_room.is_full(error)  # then the message names path and fix already
         key, fix = str(error.filename or options.output), "" if is_full else disk_room.write_fix(error)
+        at = Path(key).absolute()
+        if at.is_relative_to(options.checkpoint.absolute()) and not at.is_relative_to(options.output.absolute()):
+            fix = fix and "give a checkpoint that you may read"
         print(format_findings([Finding("error", key, error.strerror or str(error), fix)]), file=sys.stderr)
         return 1 if is_full else 2
     print(f"written: {options.output}")

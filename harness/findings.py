@@ -78,7 +78,12 @@ def _most_values(action: argparse.Action) -> float:
     return math.inf if action.nargs in ("*", "+") else 1
 
 
-_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # a value, as argparse sees it, and no flag
+_NUMBER = re.compile(r"-\d+|-\d*\.\d+")
+
+
+def is_number(token: str) -> bool:
+    """Whether a token that begins with a hyphen is a value, as argparse sees it, and no flag."""
+    return _NUMBER.fullmatch(token) is not None
 
 
 class FindingParser(argparse.ArgumentParser):
@@ -97,6 +102,11 @@ class FindingParser(argparse.ArgumentParser):
             UserError: always.
         """
         raise UserError(self._findings_of(message))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """What --help writes with; argparse's own lets an error of writing pass without a word."""
+        if message:
+            print(message, end="", file=file or sys.stderr)
 
     def read_known(self, tokens: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str], list[Finding]]:
         """Reads a command line.
@@ -135,7 +145,7 @@ class FindingParser(argparse.ArgumentParser):
         meant: list[argparse.Action] = []  # by flags that are misspelt
         skips = False  # a value of a misspelt flag is no argument of its own
         for token in left[:end]:
-            is_flag = token.startswith("-") and len(token) > 1 and not _NUMBER.fullmatch(token)
+            is_flag = token.startswith("-") and len(token) > 1 and not is_number(token)
             if is_flag and token.split("=", 1)[0] not in flags:
                 odd.append(self._unknown(token.split("=", 1)[0]))
                 action = flags.get(odd[-1].fix.removeprefix("did you mean ").rstrip("?"))
@@ -179,7 +189,7 @@ class FindingParser(argparse.ArgumentParser):
         for token in tokens:
             if action is not None and token.split("=", 1)[0] in action.option_strings:
                 num_values = 0 if "=" in token else _most_values(action)
-            elif num_values and (not token.startswith("-") or _NUMBER.fullmatch(token)):
+            elif num_values and (not token.startswith("-") or is_number(token)):
                 num_values -= 1
             else:
                 num_values = 0

@@ -28,12 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness import device_map_text
+from harness import device_map_text, disk_room
 from harness.args import DeviceMapArguments, ModelArguments
 from harness.device_maps import load_model
 from harness.file_modes import give_usual_mode
 from harness.findings import Finding, FindingParser, UserError, format_findings, user_error
-from harness.model_files import is_inside
+from harness.model_files import config_problems, is_inside
 from harness.model_units import block_classes, find_units
 from harness.modeling import load_config, load_tokenizer
 from harness.partition import Device
@@ -170,7 +170,12 @@ class StateWriter:
 
         if self._waiting:
             path = self.folder / f"states-{self._num_files:05d}.safetensors"
-            save_file(self._waiting, path)
+            try:
+                with disk_room.naming(path, self._waiting_bytes):
+                    save_file(self._waiting, path)
+            except Exception:
+                path.unlink(missing_ok=True)  # a part of a file
+                raise
             give_usual_mode(path)
             self._waiting, self._waiting_bytes = {}, 0
             self._num_files += 1
@@ -180,7 +185,8 @@ class StateWriter:
         self.flush()
         manifest = {**facts, "problems": [finding.line() for finding in self.problems], "states": self.entries}
         temporary = self.folder / (MANIFEST + ".part")
-        temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        with disk_room.naming(self.folder / MANIFEST):
+            temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         temporary.rename(self.folder / MANIFEST)
 
 
@@ -295,6 +301,10 @@ def _check(options: argparse.Namespace, problems: list[Finding]) -> None:
         problems.append(Finding("error", "--quantization", "needs a GPU", "leave it out"))
     if options.quantization and options.dtype == "fp32":
         problems.append(Finding("error", "--quantization", "has no effect on weights in --dtype fp32", "keep one"))
+    if options.model and Path(options.model).exists():
+        path = Path(options.model)
+        found = config_problems(path / "config.json" if path.is_dir() else path)
+        problems += [Finding("error", "--model", message, fix) for message, fix in found]
     try:
         _flags(options)
     except UserError as error:
@@ -514,7 +524,9 @@ def run(options: argparse.Namespace, problems: list[Finding]) -> int:
         return 1
     if other is not None:
         rows = compare(StateFolder(Path(options.output), "--output"), other)
-        (Path(options.output) / "compare.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        file = Path(options.output) / "compare.json"
+        with disk_room.naming(file):
+            file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(comparison_text(rows))
     return 0
 

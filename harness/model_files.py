@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.findings import Finding
-from harness.user_files import open_regular, parse_json, read_text
+from harness.user_files import json_problem, open_regular, parse_json, read_text
 
 _MAX_HEADER_BYTES = 100 * 2**20  # safetensors' own limit
 _POINTER = b"version https://git-lfs"
@@ -75,11 +76,30 @@ def _read_json(path: Path) -> tuple[dict[str, Any] | None, Finding | None]:
         values = parse_json(read_text(path))
     except FileNotFoundError:
         return None, Finding("error", str(path), "is missing", "download the model again")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        fix = "give a model that you may read" if error.errno == errno.EACCES else "download the model again"
+        return None, Finding("error", str(path), f"cannot be read: {error.strerror or error}", fix)
+    except ValueError as error:
         return None, Finding("error", str(path), f"cannot be read: {error}", "download the model again")
     if not isinstance(values, dict):
         return None, Finding("error", str(path), "holds no JSON object", "download the model again")
     return values, None
+
+
+def config_problems(file: Path) -> Iterator[tuple[str, str]]:
+    """(what is wrong, what to do) of a model's config that is no file of JSON with an object in it."""
+    try:
+        values = parse_json(read_text(file))
+    except FileNotFoundError:
+        yield f"{file.parent} has no {file.name}", "give the folder that save_pretrained wrote, or a config.json"
+    except OSError as error:
+        denied = error.errno == errno.EACCES
+        yield f"cannot read {file}: {error.strerror or error}", "give a model that you may read" if denied else "copy the model again"
+    except ValueError as error:
+        yield f"{file} is not JSON: {json_problem(error)}", "copy the model again"
+    else:
+        if not isinstance(values, dict):
+            yield f"{file} holds no JSON object", "copy the model again"
 
 
 def is_inside(name: str) -> bool:
@@ -93,6 +113,14 @@ def check_model_files(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
     Returns:
         Facts (architecture, parameters, bytes, dtypes), and one finding for each file that is missing, cut off or unreadable.
     """
+    try:
+        return _check_model_files(folder)
+    except OSError as error:  # of a folder that may not be entered
+        message = f"cannot be read: {error.strerror or error}"
+        return {}, [Finding("error", str(error.filename or folder), message, "give a model that you may read")]
+
+
+def _check_model_files(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
     if not folder.is_dir():
         message = "is no folder on this machine; models from the hub are checked when they are loaded"
         return {}, [Finding("warning", str(folder), message, "give a local folder")]
@@ -107,6 +135,9 @@ def check_model_files(folder: Path) -> tuple[dict[str, Any], list[Finding]]:
             headers[name] = read_safetensors_header(folder / name)
         except FileNotFoundError:
             findings.append(Finding("error", str(folder / name), "is missing", "download the model again"))
+        except PermissionError as error:
+            message = f"cannot be read: {error.strerror}"
+            findings.append(Finding("error", str(folder / name), message, "give a model that you may read"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             findings.append(Finding("error", str(folder / name), str(error), "download the model again"))
     if indexed and len(headers) == len(names):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import statistics
@@ -23,7 +24,7 @@ from typing import Any
 
 from harness.findings import Finding, FindingParser, format_findings, printable
 from harness.metrics import METRICS_FILE, own_row, to_json_line
-from harness.user_files import open_regular, parse_json, read_text
+from harness.user_files import file_name, open_regular, parse_json, read_text
 
 GIB = 2**30
 _EXIT_FILE = "exit.json"
@@ -388,10 +389,12 @@ class RunFollower:
         evaluation: the newest eval row.
         events: the last few events.
         gpus: node -> its newest look at its cards.
+        unreadable: files that are there and cannot be read, each with the reason.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.unreadable: dict[str, str] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -407,6 +410,7 @@ class RunFollower:
     def poll(self) -> None:
         """Reads what was added since the last call; a half-written line waits for its end."""
         path = self.folder / METRICS_FILE
+        self.unreadable.pop(METRICS_FILE, None)
         try:
             size = path.stat().st_size
             if size < self._offset:  # another file under the same name
@@ -414,7 +418,10 @@ class RunFollower:
             with open_regular(path) as file:
                 file.seek(self._offset)
                 data = file.read()
-        except OSError:
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.unreadable[METRICS_FILE] = f"{path}: {error.strerror or error}"
             return
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -441,9 +448,13 @@ class RunFollower:
 
     def exit(self) -> dict[str, Any] | None:
         """How the run ended, if it has and nothing was written after."""
+        self.unreadable.pop(_EXIT_FILE, None)
         try:
             ended = parse_json(read_text(self.folder / _EXIT_FILE))
-        except (OSError, ValueError):
+        except (FileNotFoundError, ValueError):
+            return None
+        except OSError as error:
+            self.unreadable[_EXIT_FILE] = f"{self.folder / _EXIT_FILE}: {error.strerror or error}"
             return None
         newest = max((row.get("time_s", 0.0) for row in (self.train, *self.events[-1:])), default=0.0)
         if not isinstance(ended, dict):
@@ -465,9 +476,10 @@ class RunFollower:
         newest = max((row["time_s"] for row in rows if "time_s" in row), default=None)
         ended = self.exit()
         eta_s = self.eta_s(now)
+        nothing = "unknown" if self.unreadable else "waiting"
         return {
             "folder": str(self.folder),
-            "state": "waiting" if newest is None and ended is None else "running" if ended is None else "ended",
+            "state": nothing if newest is None and ended is None else "running" if ended is None else "ended",
             "seconds_since_last_row": None if newest is None else round(max(0.0, now - newest), 1),
             "eta_s": None if eta_s is None else round(eta_s, 1),
             "train": self.train,
@@ -476,6 +488,7 @@ class RunFollower:
             "events": self.events,
             "gpus": [dict(card, node=node) for node, row in sorted(self.gpus.items()) for card in row.get("gpus", [])],
             "exit": ended,
+            "unreadable": list(self.unreadable.values()),
         }
 
 
@@ -532,6 +545,7 @@ def format_status(status: Mapping[str, Any]) -> list[str]:
     for event in status["events"]:
         details = ", ".join(f"{name}={value}" for name, value in event.items() if name not in ("kind", "time_s", "event", "life_began_s"))
         lines.append(f"event {event.get('event')}: {details}")
+    lines += [f"cannot be read: {each}" for each in status["unreadable"]]
     if status["exit"]:
         lines.append(f"exit code {status['exit'].get('code')}: {status['exit'].get('reason', '')}")
     return [printable(line) for line in lines]
@@ -556,7 +570,7 @@ def format_gpus(samples: Sequence[GpuSample]) -> list[str]:
 
 def _parser() -> FindingParser:
     parser = FindingParser(prog="harness monitor", description="Watches a run through its folder, or this machine's GPUs.")
-    parser.add_argument("run", nargs="?", help="the run's output folder; without it: the cards of this machine")
+    parser.add_argument("run", nargs="?", type=file_name, help="the run's output folder; without it: the cards of this machine")
     parser.add_argument("--once", action="store_true", help="one look instead of a live view")
     parser.add_argument("--json", action="store_true", help="one look, as JSON")
     parser.add_argument("--interval", type=float, default=2.0, metavar="S", help="seconds between looks (default: %(default)s)")
@@ -567,13 +581,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `harness monitor` command.
 
     Returns:
-        0; 2 for wrong input.
+        0; 1 where one look found files that cannot be read; 2 for wrong input.
     """
     options, problems = _parser().read(argv)
     if not options.interval > 0:
         problems.append(Finding("error", "--interval", f"must be positive, not {options.interval}"))
     if options.run is not None and not Path(options.run).is_dir():
         problems.append(Finding("error", options.run, "is not a folder", "give a run's --output_dir"))
+    elif options.run is not None and not os.access(options.run, os.X_OK):
+        problems.append(Finding("error", options.run, f"cannot be read: {os.strerror(errno.EACCES)}", "give a folder that you may read"))
     if problems:
         print(format_findings(problems), file=sys.stderr)
         return 2
@@ -589,10 +605,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.json:
         print(to_json_line(look()[0]))
-        return 0
+        return int(follower is not None and bool(follower.unreadable))
     if options.once or not sys.stdout.isatty():
         print("\n".join(look()[1]))
-        return 0
+        return int(follower is not None and bool(follower.unreadable))
     _live(lambda: look()[1], options.interval)
     return 0
 

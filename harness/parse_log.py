@@ -24,10 +24,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import disk_room
 from harness.findings import Finding, FindingParser, UserError, format_findings, printable, user_error
 from harness.log_formats import Failure, LogReader, Row, is_finite, read_state_file
 from harness.metrics import METRICS_FILE, read_metrics, summarize, superseded_indices, to_json_line
-from harness.user_files import MAX_LOG_BYTES, read_text
+from harness.user_files import MAX_LOG_BYTES, file_name, read_text, replacing
 
 _LOG_SUFFIXES = (".log", ".out", ".err", ".txt")
 _MAX_DEPTH = 4  # torchrun's --log-dir nests run/attempt/rank/stderr.log
@@ -534,8 +535,8 @@ def plot(runs: Sequence[RunLog], names: Sequence[str], png: str | Path) -> None:
             if len(runs) > 1:
                 axis.legend(fontsize="small")
         axes[-1, 0].set_xlabel("step")
-        Path(png).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(png, dpi=120, format="png")
+        with replacing(png) as file:
+            figure.savefig(file, dpi=120, format="png")
     finally:
         pyplot.close(figure)
 
@@ -556,12 +557,13 @@ def curves(runs: Sequence[RunLog], names: Sequence[str]) -> list[tuple[str, list
 def plot_losses(metrics: str | Path, png: str | Path) -> None:
     """Loss, evaluation loss, learning rate and throughput of a run of ours as one PNG."""
     run = parse_run(metrics)
+    Path(png).parent.mkdir(parents=True, exist_ok=True)
     plot([run], [name for name in ("loss", "eval_loss", "lr", "throughput") if curves([run], PLOTS[name][1])] or ["loss"], png)
 
 
 def _parser() -> FindingParser:
     parser = FindingParser(prog="harness logs", description="Reads training logs: ours, HF Trainer's, DeepSpeed's and others'.")
-    parser.add_argument("paths", nargs="+", metavar="file|folder")
+    parser.add_argument("paths", nargs="+", type=file_name, metavar="file|folder")
     parser.add_argument("--csv", nargs="?", const="-", metavar="FILE", help="write CSV to FILE, or to the terminal")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write strict JSON to FILE, or to the terminal")
     parser.add_argument("--plot", nargs="?", const="loss,lr,memory,throughput", metavar="NAMES", help=f"draw {', '.join(PLOTS)}")
@@ -576,8 +578,8 @@ def _write(text: str, target: str, flag: str) -> None:
     if target == "-":
         print(printable(text.rstrip("\n")) if sys.stdout.isatty() else text.rstrip("\n"))
         return
-    with _writing(flag, target):
-        Path(target).write_text(text, encoding="utf-8")
+    with _writing(flag, target), replacing(target) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
@@ -585,11 +587,15 @@ def _writing(flag: str, target: str) -> Iterator[None]:
     """Within, an output is written.
 
     Raises:
-        UserError: it cannot be: a folder, a full disk, no permission.
+        UserError: it cannot be: a folder, a missing one, no permission.
+        OSError: the disk is full.
     """
     try:
-        yield
+        with disk_room.naming(Path(target)):
+            yield
     except OSError as error:
+        if disk_room.named(error):
+            raise
         raise user_error(flag, f"cannot write {target}: {error.strerror or error}", "name a file in a folder with room") from None
 
 
@@ -620,7 +626,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `harness logs` command.
 
     Returns:
-        0; 1 if no log holds anything that was recognised; 2 for wrong input.
+        0; 1 if no log holds anything that was recognised, or the disk is full; 2 for wrong input.
     """
     try:
         options = _parser().parse_args(argv)
@@ -642,6 +648,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(format_findings(error.findings), file=sys.stderr)
         return 2
+    except OSError as error:
+        message = disk_room.named(error)
+        if message is None:  # of the terminal, or what takes its place
+            raise
+        print(format_findings([Finding("error", "harness logs", message)]), file=sys.stderr)
+        return 1
     if "-" not in (options.csv, options.json):
         print(printable("\n".join(format_run(run, options.rows) for run in runs)))
     return 0 if any(run.records or run.events or run.failures for run in runs) else 1

@@ -23,7 +23,7 @@ from typing import Any
 from harness import hf_names
 from harness.args import GROUPS, Arguments, argument_names
 from harness.argument_rules import resolve
-from harness.findings import Finding, UserError, user_error
+from harness.findings import Finding, UserError, is_number, user_error
 from harness.user_files import parse_yaml, read_user_text, refuse_other_kind
 
 # What a wrong value should have been, by the function that reads it.
@@ -121,7 +121,25 @@ class _Parser:
                     raise user_error(error.flag, str(error), "see --help") from None
                 self.problems[error.flag] = Finding("error", error.flag, str(error), "see --help")
                 left = rest
+        several = self._several(tokens)
+        for flag, values in several.items():
+            text = f"takes one value, not {len(values)}: {' '.join(values)}"
+            self.problems[flag] = Finding("error", flag, text, "give one value; quote a value with blanks")
+            unknown = [token for token in unknown if token not in values]
         return namespace, self._typed(tokens), [*self.problems.values(), *map(_unknown_argument, _flags_of(unknown))]
+
+    def _several(self, tokens: Sequence[str]) -> dict[str, list[str]]:
+        """Flags that take one value and have more, as from a list in a file, with these values."""
+        single = {flag for action in self.inner._actions if action.nargs in (None, "?") for flag in action.option_strings}
+        found: dict[str, list[str]] = {}
+        flag = ""
+        for token in tokens:
+            if token.startswith("-") and not is_number(token):
+                flag, equals, value = token.partition("=")
+                found[flag] = [value] if equals else []
+            elif flag:
+                found[flag].append(token)
+        return {flag: values for flag, values in found.items() if flag in single and len(values) > 1}
 
     def _typed(self, tokens: Sequence[str]) -> set[str]:
         known = {option: action.dest for action in self.inner._actions for option in action.option_strings}

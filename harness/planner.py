@@ -25,7 +25,7 @@ from harness.findings import Finding, FindingParser, UserError, format_findings,
 from harness.ladder import MemorySettings
 from harness.machine import Machine, detect_machine
 from harness.memory import lora_request, machine_factors, measure
-from harness.model_files import names_a_path
+from harness.model_files import config_problems, names_a_path
 from harness.model_shape import ENGINES, EngineName, Measured, RunShape, ZeroOptions
 from harness.monitor import peak_flops
 from harness.partition import parse_size, size_problem
@@ -130,6 +130,8 @@ def _problems(options: argparse.Namespace) -> list[tuple[str, str, str]]:
             found.append(("model", f"{options.model} does not exist", "give a folder, a config.json, or a hub name that is in the cache"))
         elif path.is_file() and path.suffix != ".json":
             found.append(("model", f"{options.model} is no config.json", "give the model's folder or its config.json"))
+        elif path.exists():
+            found += [("model", *problem) for problem in config_problems(path / "config.json" if path.is_dir() else path)]
     if not options.lora_r and options.target_modules != ["all-linear"]:
         found.append(("target_modules", "is only used with --lora_r", "add --lora_r 16"))
     if options.model is not None and options.model_type is not None:

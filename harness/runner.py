@@ -26,8 +26,10 @@ For one machine. Imports no torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import shlex
 import sys
@@ -37,15 +39,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness import build_locks, cgroups, foreign_plan, rank_hook
+from harness import build_locks, cgroups, disk_room, foreign_plan, rank_hook
+from harness.check_launch import is_our_script
 from harness.checkpoint_files import write_json
 from harness.findings import WITHOUT_FLAG, Finding, FindingParser, UserError, format_findings, printable, user_error
 from harness.foreign_checkpoints import latest_complete
-from harness.foreign_command import NAMES, read_command
+from harness.foreign_command import NAMES, Command, read_command
 from harness.foreign_settings import Edited, ForeignSettings, settings_json
 from harness.ladder import MemorySettings, Rung, describe_change, next_settings, seen_memory, worst_report
 from harness.machine import detect_machine
+from harness.partition import size_problem
 from harness.processes import Ended, Job
+from harness.user_files import named_path
 
 RECORD = "record.json"
 FINISHED, FAILED, STOPPED, OUT_OF_MEMORY = "finished", "failed", "stopped", "out of memory"
@@ -54,7 +59,13 @@ GATHER_S = 0.5
 
 
 def say(text: str) -> None:
-    print(printable(f"harness run: {text}"), file=sys.stderr, flush=True)
+    _print(f"harness run: {text}")
+
+
+def _print(line: str) -> None:
+    """To the errors; that nobody reads them, or that they go to a full disk, ends no training."""
+    with contextlib.suppress(OSError):
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 # ---- the command line
@@ -68,7 +79,7 @@ def _parser() -> FindingParser:
     add("--ladder", default="", help="rungs in your order: micro_batch,gradient_checkpointing,optimizer_offload,param_offload")
     add("--max_attempts", type=int, default=10, help="starts of the command in all")
     add("--names", nargs="+", default=[], metavar="WHAT=NAME", help=f"flags of the script that have other names: {', '.join(NAMES)}")
-    add("--run_dir", type=Path, help="folder for copies and the record (default: OUTPUT_DIR-harness_run, else ./harness_run)")
+    add("--run_dir", type=named_path, help="folder for copies and the record (default: OUTPUT_DIR-harness_run, else ./harness_run)")
     add("--gpu_memory", help="of a card, for the plan: 80GB (default: this machine's)")
     add("--no_plan", action="store_true", help="do not ask the planner; rungs are taken in the ladder's order")
     add("--grace_s", type=float, default=35.0, help="seconds the processes get to stop after an interrupt")
@@ -92,6 +103,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         raise user_error("harness run", f"has no -- before the command {words[0]}", fix)
     if options.max_attempts < 1:
         found.append(Finding("error", "--max_attempts", f"must be at least 1, not {options.max_attempts}"))
+    if not 0 <= options.grace_s < math.inf:
+        found.append(Finding("error", "--grace_s", f"must be a number of seconds, 0 or more, not {options.grace_s}", "--grace_s 35"))
+    if options.gpu_memory is not None and (problem := size_problem(options.gpu_memory)):
+        found.append(Finding("error", "--gpu_memory", problem, "write for example 80GB or 79.1GiB"))
     for pair in options.names:
         what, _, name = pair.partition("=")
         if what not in NAMES or not name:
@@ -178,6 +193,7 @@ class Runner:
         self.options, self.settings, self.ladder, self.folder = options, settings, ladder, folder
         self.now = settings.start
         self.started_s = time.time()
+        self.has_record = True
         self.record: dict[str, Any] = {"command": list(settings.command.tokens), "attempts": []}
 
     def run(self) -> int:
@@ -188,7 +204,7 @@ class Runner:
             edited = self.settings.edited(self.now, self.folder / f"attempt-{number}", resume)
             say(f"attempt {number} of {self.options.max_attempts}: {change}")
             for line in edited.diff:
-                print(printable(f"  {line}"), file=sys.stderr, flush=True)
+                _print(f"  {line}")
             attempt = start(edited, os.environ, self.options.grace_s)
             self._note(number, change, edited, attempt, resume)
             if not attempt.reports or attempt.ended.stopped_by is not None:
@@ -278,8 +294,12 @@ class Runner:
 
     def _keep(self) -> None:
         """After every attempt: whoever is killed in the next one has left how far it had come down."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / RECORD, self.record)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / RECORD, self.record)
+        except OSError as error:  # the command's own end is what counts
+            self.has_record = False
+            say(f"no record: {disk_room.named(error) or f'cannot write {self.folder / RECORD}: {error.strerror or error}'}")
 
     def _close(self, result: str, code: int) -> int:
         attempts = self.record["attempts"]
@@ -288,7 +308,7 @@ class Runner:
         count = len(attempts)
         below = f", settings now: {describe_change(self.settings.start, self.now)}" if self.now != self.settings.start else ""
         times = f"{count} attempt{'s' if count > 1 else ''}, {self.record['seconds']:.0f} s"
-        say(f"{result} with exit code {code} after {times}{below}; record: {self.folder / RECORD}")
+        say(f"{result} with exit code {code} after {times}{below}" + (f"; record: {self.folder / RECORD}" if self.has_record else ""))
         if result == FINISHED and count > 1:
             say(f"to start there next time: {shlex.join(self.settings.edited(self.now, self.folder / f'attempt-{count}').tokens)}")
         return code
@@ -328,7 +348,11 @@ def _show(settings: ForeignSettings, ladder: Sequence[MemorySettings | Rung], fo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command under the ladder. Returns its exit code, 1 where it ran out of memory on the last rung, 2 for wrong input."""
+    """Runs a command under the ladder.
+
+    Returns:
+        Its exit code; 1 where it ran out of memory on the last rung, or what an attempt needs cannot be written; 2 for wrong input.
+    """
     try:
         return _run(sys.argv[1:] if argv is None else argv)
     except UserError as error:
@@ -336,17 +360,76 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _refuse_our_script(command: Command) -> None:
+    """Raises UserError for run_clm.py, which has a ladder of its own that reaches much further."""
+    script, following = command.tokens[command.script_at], command.script_tokens
+    before = command.tokens[command.script_at - 1] if command.script_at else ""
+    is_train = script == "train" and is_our_script(before, [script])
+    is_train |= any(is_our_script(word, [after]) for word, after in itertools.pairwise(command.tokens[:3]))  # also python bin/harness train
+    if is_train or is_our_script(script, following):
+        what = "harness train" if is_train else script
+        message = f"starts {what}, which steps down by itself when memory runs out: harness run is for other people's scripts"
+        raise user_error("harness run", message, f"start it without harness run: {shlex.join(command.tokens)}")
+
+
+def _try_folder(folder: Path, key: str) -> None:
+    """Makes a folder, writes a block into it, and takes away again what it has made: now, not when hours of training are to be kept.
+
+    Raises:
+        UserError: it cannot be a folder, or not be written.
+        OSError: the disk is full.
+    """
+    made: list[Path] = []
+    try:
+        for each in reversed([folder, *folder.parents]):
+            if not each.exists():
+                each.mkdir()
+                made.append(each)
+        if not folder.is_dir():
+            raise user_error(key, f"{folder} is a file", "give a folder")
+        with disk_room.naming(folder):
+            disk_room.fill_probe(folder / f".tmp-harness-run-{os.getpid()}")
+    except OSError as error:
+        if disk_room.is_full(error):
+            raise
+        at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
+        raise user_error(key, f"cannot write to {folder}: {error.strerror or error}{at}", "choose a folder you may write to") from None
+    finally:
+        for each in reversed(made):
+            with contextlib.suppress(OSError):
+                each.rmdir()
+
+
 def _run(argv: Sequence[str]) -> int:
     options, tokens = parse(argv)
     names = dict(pair.split("=", 1) for pair in options.names)
-    settings = ForeignSettings(read_command(tokens), {what: name.lstrip("-").replace("-", "_") for what, name in names.items()}, os.environ)
+    command = read_command(tokens)
+    _refuse_our_script(command)
+    settings = ForeignSettings(command, {what: name.lstrip("-").replace("-", "_") for what, name in names.items()}, os.environ)
     output = settings.value("output_dir")
     folder = options.run_dir or (Path(f"{str(output).rstrip('/')}-harness_run") if output else Path("harness_run"))
+    try:
+        if output:
+            _try_folder(Path(str(output)), "--output_dir")
+        _try_folder(folder, "--run_dir")
+    except OSError as error:
+        return _full(error)
     ladder = _make_ladder(options, settings)
     if options.dry_run:
         _show(settings, ladder, folder)
         return 0
-    return Runner(options, settings, ladder, folder).run()
+    try:
+        return Runner(options, settings, ladder, folder).run()
+    except OSError as error:  # of the copies for an attempt
+        return _full(error)
+
+
+def _full(error: OSError) -> int:
+    """Says in one line what could not be written. Returns 1."""
+    key = str(error.filename or "harness run")
+    fix = "" if disk_room.named(error) else disk_room.write_fix(error)
+    _print("  " + Finding("error", key, error.strerror or str(error), fix).line())
+    return 1
 
 
 if __name__ == "__main__":

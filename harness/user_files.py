@@ -6,14 +6,16 @@ RecursionError, and PyYAML's constructors let through what Python says about a d
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import errno
 import json
 import os
 import re
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +34,47 @@ _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux's file systems
 _JSON_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 _YAML_MARKS = re.compile(r"[\[\]{}]")  # wherever they stand: a quote in a comment or within a word opens no text
 _OWN_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")  # `<(...)` and `|` of a shell: the user's own writer is there
+
+
+def file_name(text: str) -> str:
+    """The name of a file or folder on a command line: an empty one, as of a variable that is not set, would mean the folder one is in.
+
+    Raises:
+        argparse.ArgumentTypeError: it is empty.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
+
+
+def named_path(text: str) -> Path:
+    """As `file_name`, as a path."""
+    return Path(file_name(text))
+
+
+@contextlib.contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Within, an output is written under the name that is yielded; whole, it takes the place of `path`, and goes where anything fails.
+
+    What cannot be replaced (a device, a pipe, a file in a folder that may not be written) is written to as it is.
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        yield target
+        return
+    temporary = target.with_name(f".tmp-{os.getpid()}-{target.name[-60:]}")
+    try:
+        yield temporary
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.filename == str(temporary):
+            error.filename = str(path)
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def path_problem(path: str) -> str | None:
@@ -175,6 +218,7 @@ def parse_yaml(text: str) -> Any:
     import yaml  # not above: the launcher reads host files by this module before anything is installed
 
     try:
+        problem = _stands_twice(yaml.compose(text, yaml.SafeLoader))
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -184,9 +228,32 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("nested too deeply") from None
     except (ValueError, AttributeError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"a value is not of its kind: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    if problem is not None:
+        raise ValueError(problem)
     if _num_values(values, {}) > MAX_YAML_VALUES:
         raise ValueError("its aliases stand for too many values, or for themselves")
     return values
+
+
+def _stands_twice(root: Any) -> str | None:
+    """The first key that stands twice in one mapping of a YAML tree, of which PyYAML takes the last; None where there is none."""
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen or node is None or isinstance(node.value, str):
+            continue
+        seen.add(id(node))
+        lines: dict[tuple[str, str], int] = {}
+        for entry in node.value:
+            key, *children = entry if isinstance(entry, tuple) else (None, entry)
+            left += children
+            if key is None or not isinstance(key.value, str) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line, name = key.start_mark.line + 1, (key.tag, key.value)
+            if name in lines:
+                return f"line {line}: {key.value} stands here and on line {lines[name]}"
+            lines[name] = line
+    return None
 
 
 def _num_values(node: Any, known: dict[int, int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -283,3 +284,25 @@ def test_values_of_other_kinds_in_names_are_findings() -> None:
     for pattern in (f'{{"q_proj": {huge}}}', f'{{"q_proj": {"9" * 5000}}}', "[" * 100_000):
         with pytest.raises(UserError, match="--rank_pattern"):
             parse_args(["--model_type", "llama", "--train_file", "a", "--output_dir", "b", "--lora_r", "8", "--rank_pattern", pattern])
+
+
+def test_a_launch_of_run_clm_without_arguments_is_what_the_run_would_say(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (f"deepspeed --num_gpus=2 {ROOT}/harness/run_clm.py", "torchrun --nproc_per_node 2 -m harness train"):
+        code, text = command(capsys, "--", *words.split())
+        assert code == 2 and "--output_dir: is missing" in text and "--model_name_or_path: no model was given" in text
+        assert "without a flag" not in text
+
+
+def test_a_template_on_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+    def full(path: Path, *args: object, **settings: object) -> Full:
+        Path(path).touch()
+        return Full()
+
+    monkeypatch.setattr("builtins.open", full)
+    with pytest.raises(OSError, match=f"cannot write {tmp_path / 'x.yaml'}: No space left on device"):
+        write_template(tmp_path / "x.yaml")
+    assert not list(tmp_path.iterdir())

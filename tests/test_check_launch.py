@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 import shlex
 import socket
 from pathlib import Path
 
 import pytest
 
+from harness import check_launch as launch_rules
 from harness.build_locks import this_machine
 from harness.check_launch import check_build_locks, check_environment, check_launch, parse_launch, read_hostfile
 from harness.findings import UserError
@@ -294,3 +297,89 @@ def test_lock_of_a_killed_build_is_found_and_one_in_use_is_not(tmp_path: Path) -
     (finding,) = check_build_locks(environ)
     assert finding.message == f"{lock}: cpu_adam is being compiled on node7, or a build there was killed"
     assert finding.fix == f"where none runs any more: rm {lock}"
+
+
+def said(command: str) -> list[str]:
+    """Errors and warnings of a command."""
+    return [finding.line() for finding in check_launch(parse_launch(shlex.split(command)), {}) if finding.severity != "info"]
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("torchrun --nproc_pr_node 2 S", ["error   --nproc_pr_node: is no option of torchrun -> did you mean --nproc_per_node?"]),
+        ("torchrun -nproc_per_node 2 S", ["error   -nproc_per_node: is no option of torchrun -> did you mean --nproc_per_node?"]),
+        ("deepspeed --num-gpus=2 S", ["error   --num-gpus: is no option of deepspeed -> did you mean --num_gpus?"]),
+        (
+            "accelerate launch --num_proceses 2 S",
+            ["error   --num_proceses: is no option of accelerate launch -> did you mean --num_processes?"],
+        ),
+        ("accelerate launch --use_fdsp S", ["error   --use_fdsp: is no option of accelerate launch -> did you mean --use_fsdp?"]),
+        ("torchrun --xyzzy=1 S", ["error   --xyzzy: is no option of torchrun -> an option of the script stands behind the script"]),
+        (
+            "torchrun --nproc_per_node x S",
+            ["error   --nproc_per_node: must be a whole number, or gpu, cpu, auto, not 'x' -> --nproc_per_node 1"],
+        ),
+        ("torchrun --nnodes 1:two S", ["error   --nnodes: must be a whole number, or a range like 1:2, not '1:two' -> --nnodes 1"]),
+        ("deepspeed --num_gpus two S", ["error   --num_gpus: must be a whole number, not 'two' -> --num_gpus 1"]),
+        ("accelerate launch --num_processes 1:2 S", ["error   --num_processes: must be a whole number, not '1:2' -> --num_processes 1"]),
+        ("torchrun --nproc 2 --nnodes 1:2 --standalone -r3 --max-restarts=0 S", []),
+        *((f"torchrun --nproc-per-node {word} S", []) for word in ("gpu", "cpu", "auto", "xpu")),
+        ("deepspeed --num_gpus -1 --num_n 1 --save_pid S", []),
+        ("accelerate launch --same_network -q --dynamo-use-dynamic --mixed-precision no S", []),
+        ("python -u -X dev S", []),
+    ],
+)
+def test_options_that_a_launcher_does_not_have(command: str, lines: list[str]) -> None:
+    assert said(command.replace("S", SCRIPT)) == lines
+
+
+def test_an_unknown_option_of_another_version_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(launch_rules._LISTED_FOR, "torchrun", ("torch", "2.0."))
+    line = "warning --nproc_pr_node: is no option of torchrun 2.0.x -> did you mean --nproc_per_node?"
+    assert said(f"torchrun --nproc_pr_node 2 {SCRIPT}") == [line]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+def test_the_lists_are_those_of_the_launchers_own_parsers(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not launch_rules._has_listed_version(launcher):
+        pytest.skip("another version is installed")
+    seen: list[argparse.ArgumentParser] = []
+
+    def grab(parser: argparse.ArgumentParser, *args: object, **settings: object) -> None:
+        seen.append(parser)
+        raise SystemExit
+
+    if launcher == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        seen.append(get_args_parser())
+    elif launcher == "accelerate":
+        from accelerate.commands.launch import launch_command_parser
+
+        seen.append(launch_command_parser())
+    else:
+        from deepspeed.launcher import runner
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", grab)
+        with pytest.raises(SystemExit):
+            runner.parse_args([])
+
+    def names(actions: list[argparse.Action]) -> set[str]:
+        return {re.sub("(?<=[a-z0-9])-", "_", flag) for action in actions for flag in action.option_strings}
+
+    own = seen[0]._actions
+    assert {name for name in names(own) if name.startswith("--")} == launch_rules._OPTIONS[launcher]
+    assert names([action for action in own if action.nargs == 0]) == launch_rules._SWITCHES[launcher]
+
+
+def test_our_own_script_is_known_by_path_and_name() -> None:
+    for script, following in (
+        (f"{ROOT}/harness/run_clm.py", ""),
+        ("harness/run_clm.py", "--x"),
+        ("harness.run_clm", ""),
+        ("bin/harness", "train"),
+    ):
+        assert launch_rules.is_our_script(script, following.split())
+    for script, following in (("examples/run_clm.py", ""), ("harness", "plan"), ("train.py", "train")):
+        assert not launch_rules.is_our_script(script, following.split())

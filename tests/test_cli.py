@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import shlex
 import subprocess
 import sys
 import types
@@ -178,3 +182,126 @@ def test_an_export_onto_a_file_or_where_nothing_can_be_written_is_wrong_input(tm
     assert main([str(tmp_path), long]) == 2
     assert capsys.readouterr().err.strip() == f"error   {long}: File name too long -> choose a folder you may write to"
     assert file.read_text() == "mine"
+
+
+def shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which $H is the command."""
+    harness = f"H={shlex.quote(f'{sys.executable} -m harness')}; {line}"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ.pop("PYTHONUNBUFFERED", None)
+    return subprocess.run(["bash", "-c", harness], capture_output=True, text=True, timeout=120, cwd=folder, env=environ)
+
+
+@pytest.fixture
+def a_run(tmp_path: Path) -> Path:
+    rows = [{"kind": "train", "step": step, "loss": 2.0, "learning_rate": 1e-4} for step in range(5000)]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", ["logs out --rows 0", "logs out --csv", "monitor out --once", "--help", "plan --help"])
+def test_a_reader_that_has_gone_and_a_full_disk_at_the_output(a_run: Path, words: str) -> None:
+    gone = shell(f"{{ sleep 0.3; $H {words}; echo $? >&2; }} | true", a_run)
+    assert gone.stderr == "141\n"
+    full = shell(f"$H {words} > /dev/full", a_run)
+    said = "  error   standard output: cannot be written: No space left on device -> free some space there, or write to another place\n"
+    assert (full.returncode, full.stderr) == (1, said)
+
+
+def test_errors_that_nobody_reads_change_no_exit_code(tmp_path: Path) -> None:
+    assert shell("$H chekc 2>/dev/full", tmp_path).returncode in (1, 2)
+    code = "import time, sys; time.sleep(0.5); sys.exit(7)"
+    run = shell(f"{{ $H run --no_plan -- python -c {shlex.quote(code)}; echo $?; }} 2>/dev/full", tmp_path)
+    assert run.stdout == "7\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/a/mine/x"),
+            2,
+            "/a/mine/x: No such file or directory -> give another path",
+        ),
+        (
+            FileNotFoundError(errno.ENOENT, "No such file or directory", "/a/mine2/x"),
+            1,
+            "/a/mine2/x: No such file or directory -> give another path",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a/mine"),
+            2,
+            "/a/mine: Permission denied -> see ls -ld /a/mine: give a path that you may use",
+        ),
+        (OSError(errno.EIO, "Input/output error", "/a/mine"), 1, "/a/mine: Input/output error"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "harness logs: No space left on device -> free some space"),
+        (
+            RuntimeError("Error while serializing: No space left on device (os error 28)"),
+            1,
+            "harness logs: Error while serializing: No space left on device (os error 28) -> free some space",
+        ),
+    ],
+)
+def test_errors_of_files_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, line: str
+) -> None:
+    def main(argv: Sequence[str]) -> int:
+        raise error
+
+    install(monkeypatch, "parse_log", main)
+    assert cli.main(["logs", "--model=/a/mine"]) == code
+    assert capsys.readouterr().err == f"  error   {line}\n"
+    install(monkeypatch, "run_clm", main)
+    with pytest.raises(type(error)):
+        cli.main(["train"])
+
+
+AS_A_USER = "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-all $H"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "plan --gpu_memory 80GB --model shut",
+            "--model: cannot read shut/config.json: Permission denied -> give a model that you may read",
+        ),
+        ("layers --output o --model shut", "--model: cannot read shut/config.json: Permission denied -> give a model that you may read"),
+        (
+            "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file shut",
+            "--train_file: cannot read shut/dataset_dict.json: Permission denied -> give what you may read",
+        ),
+        (
+            "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file f.txt",
+            "--train_file: cannot read f.txt: Permission denied -> give what you may read",
+        ),
+        (
+            "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file above",
+            "--train_file: cannot read above/shut: Permission denied -> give what you may read",
+        ),
+        ("export shut new", "shut/trainer_state.json: Permission denied -> give a checkpoint that you may read"),
+        ("monitor shut --once", "shut: cannot be read: Permission denied -> give a folder that you may read"),
+    ],
+)
+def test_what_may_not_be_read_is_wrong_input(tmp_path: Path, words: str, line: str) -> None:
+    for folder in ("shut", "above/shut"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder).chmod(0)
+    (tmp_path / "above" / "a.txt").write_text("some text")
+    (tmp_path / "f.txt").touch(mode=0)
+    result = shell(f"{AS_A_USER} {words}", tmp_path)
+    assert (result.returncode, result.stderr.strip().splitlines()[-1].strip()) == (2, f"error   {line}"), result.stderr
+
+
+def test_a_model_that_may_not_be_read_is_said_by_the_doctors_check(tmp_path: Path) -> None:
+    (tmp_path / "shut").mkdir(mode=0)
+    code = "from harness.model_files import check_model_files as c; from pathlib import Path; print(c(Path('shut'))[1][0].line())"
+    result = shell(AS_A_USER.replace("$H", f"{sys.executable} -c {shlex.quote(code)}"), tmp_path)
+    assert result.stdout.startswith("error   shut/") and "Permission denied -> give a model that you may read" in result.stdout
+
+
+@pytest.mark.parametrize("words", ["monitor", "logs", "export x", "run --run_dir"])
+def test_an_empty_name_is_no_folder(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*words.split(), ""]) == 2
+    assert "the name is empty" in capsys.readouterr().err

@@ -267,3 +267,16 @@ def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UserError, match="is not UTF-8"):
         read_prompts(str(tmp_path / "p.txt"))
+
+
+def test_states_on_a_full_disk_are_one_error_and_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"part")
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    writer = StateWriter(tmp_path)
+    writer.add("0.1", torch.ones(4))
+    with pytest.raises(OSError, match=f"cannot write {tmp_path}/states-00000.safetensors of 0.0 MiB: No space left on device"):
+        writer.close({})
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,3 +354,15 @@ def test_control_characters_in_what_a_run_wrote_are_written_out(tmp_path: Path, 
     assert monitor.main([str(tmp_path), "--once"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[-2:] == ["event \\x1b[2J: why=a\\rb", "exit code 1: \\x1b]0;title\\x07"]
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    assert monitor.main([str(tmp_path), "--once"]) == 1
+    text = f"cannot be read: {tmp_path / 'metrics.jsonl'}: Is a directory"
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}: unknown", text]
+    (tmp_path / "exit.json").write_text(json.dumps({"code": 0, "reason": "finished", "time": time.time()}))
+    assert monitor.main([str(tmp_path), "--once"]) == 1
+    assert capsys.readouterr().out.splitlines() == [f"{tmp_path}: ended", text, "exit code 0: finished"]
+    (tmp_path / "metrics.jsonl").rmdir()
+    assert monitor.main([str(tmp_path), "--once"]) == 0

@@ -570,9 +570,9 @@ def test_what_vanishes_or_cannot_be_read_in_a_folder_is_passed_over(tmp_path: Pa
 def test_plots(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     paths = write_runs(tmp_path)
-    assert main([*map(str, paths), "--plot", "loss,lr,memory,throughput", "--png", str(tmp_path / "plots" / "both.png")]) == 0
-    plot_losses(paths[0] / "metrics.jsonl", tmp_path / "one.png")
-    for png in (tmp_path / "plots" / "both.png", tmp_path / "one.png"):
+    assert main([*map(str, paths), "--plot", "loss,lr,memory,throughput", "--png", str(tmp_path / "both.png")]) == 0
+    plot_losses(paths[0] / "metrics.jsonl", tmp_path / "plots" / "one.png")
+    for png in (tmp_path / "both.png", tmp_path / "plots" / "one.png"):
         assert png.read_bytes().startswith(b"\x89PNG\r\n") and png.stat().st_size > 5000
 
 
@@ -620,11 +620,17 @@ def test_an_output_never_takes_the_place_of_a_log(flag: str, tmp_path: Path, cap
 def test_outputs_that_cannot_be_written_are_one_message(tmp_path: Path, capsys: Any) -> None:
     log = tmp_path / "a.log"
     log.write_text("step 1 loss 2.0\n")
-    for target, why in ((tmp_path, "Is a directory"), (Path("/dev/full"), "No space left on device")):
-        for flag in ("--csv", "--json"):
-            assert main([str(log), flag, str(target)]) == 2
+    missing = tmp_path / "missing" / "a.out"
+    for target, why in ((tmp_path, "Is a directory"), (missing, "No such file or directory")):
+        for flag in ("--csv", "--json", "--png"):
+            assert main([str(log), flag, str(target), *(["--plot", "loss"] if flag == "--png" else [])]) == 2
             expected = f"error   {flag}: cannot write {target}: {why} -> name a file in a folder with room"
             assert capsys.readouterr().err.strip() == expected
+    for flag in ("--csv", "--json"):
+        assert main([str(log), flag, "/dev/full"]) == 1
+        line = capsys.readouterr().err.strip()
+        assert line.startswith("error   harness logs: cannot write /dev/full: No space left on device") and "\n" not in line
+    assert [path.name for path in tmp_path.iterdir()] == ["a.log"]
     both = str(tmp_path / "both")
     assert main([str(log), "--csv", both, "--json", both]) == 2
     assert f"error   --json: {both} is written by --csv too" in capsys.readouterr().err

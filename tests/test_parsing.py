@@ -119,3 +119,12 @@ def test_control_characters_of_what_was_typed_are_written_out() -> None:
         parse_args(["--model_type", "gpt2", "--output_dir", "out", "--\x1b[31mred", "\u202e\x9b1m"])
     assert caught.value.findings[0].line() == "error   --\\x1b[31mred: unknown argument -> see --help for all names"
     assert not any(sign in str(caught.value) for sign in "\x1b\x9b\u202e")
+
+
+def test_a_list_for_a_flag_of_one_value_names_the_flag(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model_type: llama\noutput_dir: out\nlearning_rate: [1, -2]\ntrain_file: [a.txt, b.txt]\n")
+    several = "error   --learning_rate: takes one value, not 2: 1 -2 -> give one value; quote a value with blanks"
+    assert lines(["--config", str(tmp_path / "run.yaml")]) == [several]
+    assert lines([*GOOD, "--learning_rate", "1", "-2"]) == [several]
+    with pytest.raises(UserError, match=r"--bf16: takes one value, not 2: True x"):
+        from_config({"model_type": "llama", "output_dir": "out", "bf16": [True, "x"]})

@@ -566,3 +566,15 @@ def test_a_plan_of_a_very_large_model(name: str, tmp_path: Path) -> None:
     assert plan["model"]["num_active"] == pytest.approx(num_active, rel=1e-3)
     assert plan["chosen"]["engine"] in ("zero3", "fsdp")
     assert (plan["chosen"]["settings"]["optimizer_offload"] > 0) is (name == "mixture")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("5", "holds no JSON object"), ("{", "is not JSON: line 1 column 2: Expecting property name enclosed in double quotes")],
+)
+def test_a_config_that_holds_no_settings(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    for model in (file, tmp_path):
+        assert planner.main(["--gpu_memory", "80GB", "--model", str(model)]) == 2
+        assert capsys.readouterr().err == f"  error   --model: {file} {message} -> copy the model again\n"

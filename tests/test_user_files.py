@@ -127,7 +127,9 @@ def test_folders_with_pipes_in_them(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     follower = RunFollower(tmp_path)
     follower.poll()
-    assert follower.status(0.0)["state"] == "waiting"
+    status = follower.status(0.0)
+    assert status["state"] == "unknown"
+    assert status["unreadable"] == [f"{tmp_path / name}: is not a regular file" for name in ("metrics.jsonl", "exit.json")]
     assert parse_run(tmp_path).unreadable == [f"{tmp_path / 'metrics.jsonl'}: is not a regular file"]
 
 
@@ -154,3 +156,29 @@ def test_a_run_refuses_pipes_in_its_model_and_output_folder(tmp_path: Path) -> N
     (model / "config.json").write_text(json.dumps({"model_type": "llama"}))
     os.mkfifo(model / "model.safetensors")
     assert [finding.message for finding in model_facts(args).problems] == [f"{model}/model.safetensors is not a regular file"]
+
+
+def test_an_output_takes_its_place_whole_or_not_at_all(tmp_path: Path) -> None:
+    target, link = tmp_path / "a.csv", tmp_path / "link"
+    target.write_text("old")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    with pytest.raises(OSError, match="No space"), user_files.replacing(link) as file:
+        file.write_text("ne")
+        raise OSError(28, "No space left on device")
+    assert target.read_text() == "old" and sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "link"]
+    with user_files.replacing(link) as file:
+        file.write_text("new")
+    assert target.read_text() == "new" and link.is_symlink() and target.stat().st_mode & 0o777 == 0o640
+    with user_files.replacing("/dev/null") as file:
+        assert file == Path("/dev/null")
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^line 3: a stands here and on line 1$"):
+        user_files.parse_yaml("a: 1\nb: 2\na: 3\n")
+    with pytest.raises(ValueError, match=r"^line 2: b stands here and on line 2$"):
+        user_files.parse_yaml("a:\n  [{b: 1, b: 1}]\n")
+    merged = "one: &one {x: 1, y: 2}\ntwo: {<<: *one, x: 3}\nthree: {<<: *one}\n"
+    assert user_files.parse_yaml(merged)["two"] == {"x": 3, "y": 2}
+    assert user_files.parse_yaml("1: a\n'1': b\n") == {1: "a", "1": "b"}

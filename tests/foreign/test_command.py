@@ -272,7 +272,7 @@ def test_more_samples_than_a_step_has_are_refused(flag: str) -> None:
             f"torchrun {TRAINER} --per_device_train_batch_size abc",
             ["micro-batch ? x accumulation 1", "--per_device_train_batch_size is 'abc'"],
         ),
-        ("torchrun /nowhere/t.py --batch_size 4", ["/nowhere/t.py cannot be read", "micro-batch 4 x accumulation ?", "takes no --resume"]),
+        ("torchrun /nowhere/t.py --batch_size 4", ["/nowhere/t.py does not exist", "micro-batch 4 x accumulation ?", "takes no --resume"]),
         ("bash train.sh", ["micro-batch ? x accumulation ?", "no flag for the micro-batch is known"]),
     ],
 )

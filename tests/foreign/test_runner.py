@@ -182,6 +182,76 @@ def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert capsys.readouterr().err == f"  error   harness run: has no -- before the command python -> {fix}\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--grace_s -1", "--grace_s: must be a number of seconds, 0 or more, not -1.0 -> --grace_s 35"),
+        ("--grace_s nan", "--grace_s: must be a number of seconds, 0 or more, not nan -> --grace_s 35"),
+        ("--gpu_memory foo", "--gpu_memory: 'foo' is not a size -> write for example 80GB or 79.1GiB"),
+        ("--run_dir /proc/x", "--run_dir: cannot write to /proc/x: No such file or directory -> choose a folder you may write to"),
+        ("--run_dir file", "--run_dir: file is a file -> give a folder"),
+        ("--run_dir file/x", "--run_dir: cannot write to file/x: Not a directory -> choose a folder you may write to"),
+        ("-- --output_dir file", "--output_dir: file is a file -> give a folder"),
+        ("-- --output_dir /proc/x", "--output_dir: cannot write to /proc/x: No such file or directory -> choose a folder you may write to"),
+    ],
+)
+@pytest.mark.parametrize("dry", [["--dry_run"], []])
+def test_wrong_values_and_folders_start_nothing(
+    words: str, line: str, dry: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    options, _, flags = words.partition("-- ")
+    command = ["python", "train.py", *flags.split()]
+    assert runner.main([*dry, "--no_plan", *options.split(), "--", *command]) == 2
+    assert capsys.readouterr().err == f"  error   {line}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "train.py"]
+
+
+def test_a_full_disk_is_one_line_and_costs_no_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.chdir(tmp_path)
+    words = ["--no_plan", "--run_dir", "a/b", "--", "python", "-c", "raise SystemExit(7)"]
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "write_json", full)
+        assert runner.main(words) == 7
+    said = capsys.readouterr().err
+    assert "harness run: no record: cannot write a/b/record.json: No space left on device\n" in said and "record: a/b" not in said
+    (tmp_path / "a" / "b").rmdir()
+    (tmp_path / "a").rmdir()
+    monkeypatch.setattr(runner.disk_room, "fill_probe", full)
+    assert runner.main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("  error   harness run: cannot write a/b: No space left on device (") and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torchrun --nproc_per_node 2 OURS --output_dir out",
+        "python -m harness.run_clm",
+        "harness train --output_dir out",
+        "python -m harness train",
+    ],
+)
+def test_the_harness_own_script_steps_down_by_itself(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = words.replace("OURS", str(ROOT / "harness" / "run_clm.py"))
+    for dry in (["--dry_run"], []):
+        assert runner.main([*dry, "--", *words.split()]) == 2
+        said = capsys.readouterr().err
+        assert "steps down by itself when memory runs out: harness run is for other people's scripts" in said
+        assert said.endswith(f"-> start it without harness run: {words}\n") and said.count("\n") == 1
+
+
 def test_dry_run_starts_nothing(run: Any) -> None:
     code, record, calls, output = run("", "--dry_run", "--ladder", "micro_batch")
     assert (code, record, calls) == (0, {}, [])
