@@ -31,6 +31,7 @@ import dataclasses
 import itertools
 import math
 import os
+import secrets
 import shlex
 import sys
 import time
@@ -375,10 +376,32 @@ def _refuse_our_script(command: Command) -> None:
 def _try_folder(folder: Path, key: str) -> None:
     """Makes a folder, writes a block into it, and takes away again what it has made: now, not when hours of training are to be kept.
 
+    Other nodes may do the same on the same disk: what one takes away under another's hands is tried again.
+
     Raises:
         UserError: it cannot be a folder, or not be written.
         OSError: the disk is full.
     """
+    for tries_left in reversed(range(10)):
+        try:
+            _write_and_take_away(folder, key)
+            return
+        except (FileNotFoundError, FileExistsError) as error:
+            if not tries_left:
+                raise _not_to_be_written(folder, key, error) from None
+            time.sleep(secrets.randbelow(200) / 1000)  # not in step with the others
+        except OSError as error:
+            if disk_room.is_full(error):
+                raise
+            raise _not_to_be_written(folder, key, error) from None
+
+
+def _not_to_be_written(folder: Path, key: str, error: OSError) -> UserError:
+    at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
+    return user_error(key, f"cannot write to {folder}: {error.strerror or error}{at}", "choose a folder you may write to")
+
+
+def _write_and_take_away(folder: Path, key: str) -> None:
     made: list[Path] = []
     try:
         for each in reversed([folder, *folder.parents]):
@@ -388,12 +411,7 @@ def _try_folder(folder: Path, key: str) -> None:
         if not folder.is_dir():
             raise user_error(key, f"{folder} is a file", "give a folder")
         with disk_room.naming(folder):
-            disk_room.fill_probe(folder / f".tmp-harness-run-{os.getpid()}")
-    except OSError as error:
-        if disk_room.is_full(error):
-            raise
-        at = f" at {error.filename}" if error.filename not in (None, str(folder)) else ""
-        raise user_error(key, f"cannot write to {folder}: {error.strerror or error}{at}", "choose a folder you may write to") from None
+            disk_room.fill_probe(folder / f".tmp-harness-run-{secrets.token_hex(8)}")
     finally:
         for each in reversed(made):
             with contextlib.suppress(OSError):

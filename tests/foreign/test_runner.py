@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,15 @@ def test_dry_run_starts_nothing(run: Any) -> None:
     code, record, calls, output = run("", "--dry_run", "--ladder", "micro_batch")
     assert (code, record, calls) == (0, {}, [])
     assert "micro-batch 8 x accumulation 1 on each rank" in output and "rung micro_batch_size 8 -> 4\n" in output
+
+
+def test_nodes_that_try_the_same_folder_at_once_do_not_refuse_it(tmp_path: Path) -> None:
+    from harness.runner import _try_folder
+
+    def try_often(_: int) -> None:
+        for _ in range(10):
+            _try_folder(tmp_path / "on" / "a" / "shared" / "disk", "--run_dir")
+
+    with ThreadPoolExecutor(3) as nodes:
+        list(nodes.map(try_often, range(3)))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # of folders the last one may find another in its way
