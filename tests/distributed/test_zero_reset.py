@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint
 
-from harness.engines import zero_reset
+from harness.engines import zero, zero_reset
 from launch.machine import free_port
 from tests.distributed.failing_step import fails
 from tests.faults.fork_ranks import ForkServer
@@ -142,6 +142,8 @@ def rank_main(rank: int, port: int, cases: list[tuple[int, str, str]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     deepspeed.init_distributed("gloo")
+    dist.barrier()
+    zero.unname_shared_memory(rank)
     gc.collect()
     gc.freeze()  # DeepSpeed collects garbage whenever an engine is built
     wrong = wrong_updates(cases, seed=rank)
