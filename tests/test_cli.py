@@ -257,9 +257,15 @@ def test_errors_of_files_are_one_line(
         cli.main(["train"])
 
 
-AS_A_USER = "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-all $H"
+WITHOUT_RIGHTS = "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-all" if os.geteuid() == 0 else ""
+AS_A_USER = f"{WITHOUT_RIGHTS} $H"
+needs_user = pytest.mark.skipif(
+    bool(WITHOUT_RIGHTS) and subprocess.run([*WITHOUT_RIGHTS.split(), "true"], capture_output=True).returncode != 0,
+    reason="root may read everything here, and cannot give that up",
+)
 
 
+@needs_user
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -268,17 +274,19 @@ AS_A_USER = "setpriv --bounding-set=-dac_override,-dac_read_search --inh-caps=-a
             "--model: cannot read shut/config.json: Permission denied -> give a model that you may read",
         ),
         ("layers --output o --model shut", "--model: cannot read shut/config.json: Permission denied -> give a model that you may read"),
-        (
+        pytest.param(
             "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file shut",
             "--train_file: cannot read shut/dataset_dict.json: Permission denied -> give what you may read",
+            marks=pytest.mark.slow,
         ),
         (
             "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file f.txt",
             "--train_file: cannot read f.txt: Permission denied -> give what you may read",
         ),
-        (
+        pytest.param(
             "tokenize --model_type gpt2 --tokenizer_name bytes --block_size 8 --train_file above",
             "--train_file: cannot read above/shut: Permission denied -> give what you may read",
+            marks=pytest.mark.slow,
         ),
         ("export shut new", "shut/trainer_state.json: Permission denied -> give a checkpoint that you may read"),
         ("monitor shut --once", "shut: cannot be read: Permission denied -> give a folder that you may read"),
@@ -294,6 +302,7 @@ def test_what_may_not_be_read_is_wrong_input(tmp_path: Path, words: str, line: s
     assert (result.returncode, result.stderr.strip().splitlines()[-1].strip()) == (2, f"error   {line}"), result.stderr
 
 
+@needs_user
 def test_a_model_that_may_not_be_read_is_said_by_the_doctors_check(tmp_path: Path) -> None:
     (tmp_path / "shut").mkdir(mode=0)
     code = "from harness.model_files import check_model_files as c; from pathlib import Path; print(c(Path('shut'))[1][0].line())"

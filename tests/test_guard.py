@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -201,6 +202,19 @@ class Guards:
     def lives(self, number: int) -> list[Any]:
         return [json.loads(path.read_text()) for path in sorted(self.folder.glob(f"life-{number}-*"))]
 
+    def wait_until_joined(self) -> None:
+        """Until rank 0's guard has one line to its process, one listener, and both ends of its own line to the hub, and each peer's."""
+
+        def num_sockets(folder: str) -> int:
+            found = 0
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):  # closed meanwhile
+                    found += os.readlink(f"{folder}/{name}").startswith("socket:")
+            return found
+
+        until(lambda: len(self.lives(0)) == len(self.processes))
+        until(lambda: num_sockets(f"/proc/{self.processes[0].pid}/fd") == 3 + len(self.processes))
+
     def children(self) -> list[int]:
         return [life[3] for path in self.folder.glob("life-*") if (life := json.loads(path.read_text()))]
 
@@ -297,8 +311,7 @@ def test_the_kernel_may_choose_another_process_first(seconds: float, is_kernel: 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
     guards = Guards(tmp_path, "sleep", 0)
-    until(lambda: len(guards.lives(0)) == 2)
-    time.sleep(0.3)
+    guards.wait_until_joined()
     guards.processes[rank].send_signal(signal.SIGKILL)
     codes = guards.wait()
     assert codes[rank] == -9 and codes[1 - rank] == 1
@@ -309,7 +322,7 @@ def test_a_dead_guard_ends_the_job(rank: int, tmp_path: Path) -> None:
 
 def test_a_dead_guard_is_the_reason_also_where_its_peer_asks_for_a_new_start(tmp_path: Path) -> None:
     guards = Guards(tmp_path, "peer gone", 0)
-    until(lambda: len(guards.lives(0)) == 2)
+    guards.wait_until_joined()
     guards.processes[1].send_signal(signal.SIGKILL)
     time.sleep(0.3)
     (tmp_path / "go").touch()
@@ -319,7 +332,7 @@ def test_a_dead_guard_is_the_reason_also_where_its_peer_asks_for_a_new_start(tmp
 
 def test_a_dead_guard_is_the_reason_also_where_its_peer_has_said_that_it_lost_a_peer(tmp_path: Path) -> None:
     guards = Guards(tmp_path, "sleep", 0)
-    until(lambda: len(guards.lives(0)) == 2)
+    guards.wait_until_joined()
     lost = {"code": 1, "reason": "Connection reset by peer", "rank": 0, "time": time.time(), "is_consequence": True}
     (tmp_path / "exit.json").write_text(json.dumps(lost))
     guards.processes[1].send_signal(signal.SIGKILL)

@@ -505,7 +505,7 @@ def test_run_ends_with_the_runs_code(tmp_path: Path, script: Path, yaml_file: Pa
     [
         pytest.param("ddp", signal.SIGTERM, marks=pytest.mark.slow),  # the next two have its launcher and its signal
         ("ddp", signal.SIGUSR1),
-        ("zero3", signal.SIGTERM),
+        pytest.param("zero3", signal.SIGTERM, marks=pytest.mark.slow),  # deepspeed's launcher and this signal: tests/faults/test_signals.py
         ("auto", signal.SIGINT),
     ],
 )
