@@ -90,11 +90,8 @@ def model_facts(args: Arguments) -> ModelFacts:
     try:
         return _facts_of(source, path, key)
     except PermissionError as error:  # of a folder that may not be entered
-        return ModelFacts(problems=(_not_readable(error, path, key),))
-
-
-def _not_readable(error: OSError, path: Path, key: str) -> Finding:
-    return Finding("error", key, f"cannot read {error.filename or path}: {error.strerror}", "give a model that you may read")
+        message = f"cannot read {error.filename or path}: {error.strerror}"
+        return ModelFacts(problems=(Finding("error", key, message, "give a model that you may read"),))
 
 
 def _facts_of(source: str, path: Path, key: str) -> ModelFacts:
@@ -403,10 +400,8 @@ def _input_findings(args: Arguments) -> Iterator[Finding]:
                 yield Finding("error", f"--{name}", f"{pattern} does not exist", instead_of(pattern) or "an existing file, folder or glob")
     tokenizer = args.model.tokenizer_name
     # Asking the hub for it takes a while, and the longer without a network.
-    is_misspelt = (
-        bool(tokenizer) and tokenizer != "bytes" and bool(difflib.get_close_matches(str(tokenizer).lower(), ["bytes"], cutoff=0.8))
-    )
-    if is_misspelt and not Path(str(tokenizer)).exists():
+    is_other = tokenizer is not None and tokenizer != "bytes" and not Path(tokenizer).exists()
+    if tokenizer and is_other and difflib.get_close_matches(tokenizer.lower(), ["bytes"], cutoff=0.8):
         yield Finding("error", "--tokenizer_name", f"there is no {tokenizer}", "did you mean bytes?")
     if tokenizer and tokenizer.startswith(("/", "./", "../", "~")) and not Path(tokenizer).expanduser().exists():
         yield Finding("error", "--tokenizer_name", f"{tokenizer} does not exist", "an existing folder, a name on the hub, or bytes")
@@ -435,7 +430,7 @@ def _data_findings(args: Arguments, facts: ModelFacts, machine: Machine) -> Iter
 
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
-    """None where the folder may not be read, which is said elsewhere."""
+    """Empty also where the folder may not be read, which is said elsewhere."""
     return [path for path in folder.glob("checkpoint-*") if step_of(path) >= 0]
 
 

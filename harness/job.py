@@ -35,7 +35,16 @@ from harness.lora import BASE_FOLDER, adapter_facts, base_weights, check_first_u
 from harness.metrics import METRICS_FILE, MetricsLog
 from harness.profiling import StepProfiler
 from harness.recovery import Recovery, record_memory_history
-from harness.resume import check_before_model, config_facts, find_begin, load_best, refuse_foreign, resume, template_facts
+from harness.resume import (
+    check_before_model,
+    config_facts,
+    find_begin,
+    load_best,
+    refuse_foreign,
+    resume,
+    state_to_resume,
+    template_facts,
+)
 from harness.sequence_rules import model_findings
 from harness.snapshots import Snapshots
 from harness.source_losses import SourceLosses
@@ -213,9 +222,10 @@ def run_job(args: Arguments, engine_name: str, folder: Path, coordinator: Coordi
     check_same(coordinator, config, tokenizer, prepared.train)
     for finding in prepared.findings:
         log.log(logging.INFO if finding.severity == "info" else logging.WARNING, "%s", finding.line())
-    loader, plan = _plan(args, prepared, tokenizer, coordinator)
+    saved = state_to_resume(args, coordinator)
+    loader, plan = _plan(args, prepared, saved, coordinator)
     facts = _run_facts(args, plan, prepared) | {"precision": precision, "model_config": config_facts(config)}
-    check_before_model(args, facts, loader, plan.max_steps, coordinator)
+    check_before_model(args, saved, facts, loader, plan.max_steps)
     with phase("model"):
         compiled = compile_backend(args.model, coordinator.device) is not None  # fuses what Liger's layers fuse
         if not compiled and modeling.apply_kernels(empty.model, args.model, coordinator.device):
@@ -356,7 +366,7 @@ def _accumulation(args: Arguments, num_processes: int) -> int:
     return train.target_batch_size // per_round
 
 
-def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinator) -> tuple[StepLoader | StreamLoader, RunPlan]:
+def _plan(args: Arguments, prepared: Any, saved: Any, coordinator: Coordinator) -> tuple[StepLoader | StreamLoader, RunPlan]:
     train, data = args.train, args.data
     accumulation = _accumulation(args, coordinator.num_data_parallel)
     train.gradient_accumulation_steps = accumulation
@@ -370,7 +380,7 @@ def _plan(args: Arguments, prepared: Any, tokenizer: Any, coordinator: Coordinat
         seed=train.seed if train.data_seed is None else train.data_seed,
         pin_memory=coordinator.device.type == "cuda",
     )
-    find_begin(args, loader, getattr(prepared.train, "fingerprint", ""), coordinator)
+    find_begin(args, loader, getattr(prepared.train, "fingerprint", ""), saved)
     plan = plan_run(
         train,
         num_steps=loader.num_steps(train.num_train_epochs),

@@ -209,27 +209,28 @@ def resume(args: Arguments, trainer: Trainer, checkpointer: Checkpointer, coordi
     return True
 
 
-def find_begin(args: Arguments, loader: StepLoader | StreamLoader, fingerprint: str, coordinator: Coordinator) -> None:
+def find_begin(args: Arguments, loader: StepLoader | StreamLoader, fingerprint: str, saved: Any) -> None:
     """Before the number of steps is fixed: a run that was forced to go on with another batch has steps of two sizes.
 
     Whatever is wrong with the checkpoint is said when it is resumed.
+
+    Args:
+        saved: of `state_to_resume`.
     """
     if args.train.max_steps > 0:
         return
-    saved = _state_to_resume(args, coordinator)
     with contextlib.suppress(UserError, KeyError, TypeError, ValueError, AttributeError):
         if saved["run"]["data_fingerprint"] == fingerprint:
             _begin_after(saved, loader)
 
 
-def check_before_model(
-    args: Arguments, now: Mapping[str, Any], loader: StepLoader | StreamLoader, max_steps: int, coordinator: Coordinator
-) -> None:
+def check_before_model(args: Arguments, saved: Any, now: Mapping[str, Any], loader: StepLoader | StreamLoader, max_steps: int) -> None:
     """Refuses what `resume` would, as far as it is known before the model is loaded.
 
     Whatever else is wrong with the checkpoint, and what only warrants a word, is said when it is resumed.
 
     Args:
+        saved: of `state_to_resume`.
         now: this run's facts.
 
     Raises:
@@ -237,7 +238,6 @@ def check_before_model(
     """
     if args.train.force_resume or guard_line.attempt() > 0:
         return
-    saved = _state_to_resume(args, coordinator)
     findings: list[Finding] = []
     with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
         findings = compare(saved["run"], now, _place(saved, now, loader, max_steps))
@@ -245,7 +245,7 @@ def check_before_model(
         raise UserError(finding for finding in findings if finding.severity == "error")
 
 
-def _state_to_resume(args: Arguments, coordinator: Coordinator) -> Any:
+def state_to_resume(args: Arguments, coordinator: Coordinator) -> Any:
     """trainer_state.json of the checkpoint that will be resumed if it is whole; None where there is none, or it is no run's of ours."""
 
     def read() -> Any:
